@@ -1,0 +1,122 @@
+"""What a run is: one frozen configuration, checked once, before any model loads."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from .errors import BadInput
+from .policy import Pins
+
+FULL = "full"  # the name of the cell without eviction
+
+
+def fingerprint(value: Any) -> str:
+    """16 hex digits of the SHA-256 of a JSON-able value; equal values give equal digits."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def parse_pins(text: str) -> Pins | None:
+    """`native` -> None (each policy's own), `none` -> no pins, `4,16` -> those for every policy."""
+    if text == "native":
+        return None
+    if text == "none":
+        return Pins()
+    parts = text.split(",")
+    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+        raise BadInput(f"--pins '{text}': write native, none, or FIRST,LAST as in 4,16")
+    return Pins(int(parts[0]), int(parts[1]))
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One `kvbench run`.
+
+    policies, tasks: names with parameters (`snapkv:window=64`); "all" stands for every policy.
+    budgets: KV pairs kept per KV head per layer, pins included. limit: samples per task.
+    schedule, chunk, question: None takes each task's own default. data: a jsonl file in the hub's
+    schema. out: run folder; None derives one from the configuration, so that the same command
+    finds its rows again.
+    """
+
+    policies: tuple[str, ...]
+    tasks: tuple[str, ...]
+    budgets: tuple[int, ...]
+    model: str = "smollm2-135m"
+    limit: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    schedule: Literal["prefill", "chunked"] | None = None
+    chunk: int | None = None
+    pins: str = "native"
+    question: Literal["withheld", "seen"] | None = None
+    template: Literal["auto", "chat", "none"] = "auto"
+    data: str | None = None
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("policies", "tasks", "budgets"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple([value] if isinstance(value, str | int) else value))
+            if not getattr(self, name):
+                raise BadInput(f"no {name} given: name at least one")
+        for budget in self.budgets:
+            if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+                raise BadInput(f"budget {budget}: a budget is a whole number of KV pairs, 1 or more")
+        object.__setattr__(self, "budgets", tuple(sorted(set(self.budgets))))
+        if self.limit is not None and self.limit < 1:
+            raise BadInput(f"--limit {self.limit}: must be 1 or more")
+        if self.chunk is not None and self.chunk < 1:
+            raise BadInput(f"--chunk {self.chunk}: a chunk has 1 token or more")
+        if self.chunk is not None and self.schedule == "prefill":
+            raise BadInput("--chunk goes with --schedule chunked; prefill reads the context in one piece")
+        self._check_choice("schedule", (None, "prefill", "chunked"))
+        self._check_choice("question", (None, "withheld", "seen"))
+        self._check_choice("template", ("auto", "chat", "none"))
+        self._check_choice("dtype", ("auto", "float32", "bfloat16"))
+        pins = parse_pins(self.pins)
+        if pins is not None and pins.total > self.budgets[0]:
+            raise BadInput(
+                f"budget {self.budgets[0]} < pins {pins.first} + {pins.last} = {pins.total}: "
+                f"raise the budget to {pins.total} or pin fewer tokens"
+            )
+
+    def _check_choice(self, name: str, allowed: tuple[str | None, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            names = ", ".join(text for text in allowed if text)
+            raise BadInput(f"--{name} '{value}': choose one of {names}")
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One curve point: what is evicted, how much stays, and under which rules.
+
+    policy: name, or "full" for no eviction. params: the policy's parameters, defaults included.
+    budget: KV pairs per KV head and layer, None for full. pins: resolved numbers.
+    """
+
+    policy: str
+    params: tuple[tuple[str, Any], ...]
+    budget: int | None
+    pins: Pins
+    schedule: str
+    chunk: int | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """The cell's part of a row."""
+        return {
+            "policy": self.policy,
+            "params": dict(self.params),
+            "budget": self.budget,
+            "pins": [self.pins.first, self.pins.last],
+            "schedule": self.schedule,
+            "chunk": self.chunk,
+        }

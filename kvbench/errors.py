@@ -1,0 +1,55 @@
+"""Every error a user can cause, in one tree.
+
+KvbenchError
+├── UnknownName        a policy, task, model or parameter that is not there
+├── BadInput           a value, file or combination that cannot be run
+│   └── DataNotFound   no source has the data
+├── UnsupportedModel   the model does something the engine would get wrong
+├── PluginError        a policy or task broke its contract, named
+└── StoreError         a run folder that cannot be used
+
+Each message says what was asked, what is allowed and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KvbenchError(Exception):
+    """Base of all errors with a message meant for the user."""
+
+
+class UnknownName(KvbenchError):
+    """A name that is not registered; suggests the closest one.
+
+    kind: what was looked up ("policy"), name: what was asked, known: what exists.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        known = sorted(known)
+        close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        guess = f" Did you mean '{close[0]}'?" if close else ""
+        listing = ", ".join(known) or "none"
+        super().__init__(f"unknown {kind} '{name}'.{guess} Known: {listing}.{' ' + hint if hint else ''}")
+
+
+class BadInput(KvbenchError):
+    """A value, file or combination that cannot be run."""
+
+
+class DataNotFound(BadInput):
+    """No source has the data; the message names every source tried."""
+
+
+class UnsupportedModel(KvbenchError):
+    """The model needs something the engine does not do exactly."""
+
+
+class PluginError(KvbenchError):
+    """A policy or task broke its contract."""
+
+
+class StoreError(KvbenchError):
+    """A run folder that cannot be written, read or mixed with this command."""

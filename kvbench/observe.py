@@ -1,0 +1,186 @@
+"""What a policy may look at, in one layer, when tokens compete for the cache.
+
+Everything is lazy, and shared work (the attention of the last queries, the streamed sums) is
+computed once per layer however many policies ask for it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import PluginError
+from .policy import Need
+
+BLOCK = 256  # queries per block when attention is streamed: memory O(BLOCK x slots), never n x n
+
+
+def attention_rows(queries: Tensor, keys: Tensor, scaling: float, offset: int) -> Tensor:
+    """Causal attention probabilities of a block of queries over all slots.
+
+    queries: (batch, query_head, t, dim), the block's first query sitting at slot `offset`;
+    keys: (batch, kv_head, slot, dim). Returns (batch, query_head, t, slot) float32, rows sum to 1;
+    slots after the query get 0. Query head h reads KV head h // group.
+    """
+    batch, heads, t, dim = queries.shape
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    folded = queries.reshape(batch, kv_heads, -1, dim).float()  # (batch, kv_head, group*t, dim)
+    logits = torch.matmul(folded, keys.float().transpose(-1, -2)).mul_(scaling)
+    logits = logits.view(batch, heads, t, slots)
+    if t > 1 or offset + t < slots:
+        slot = torch.arange(slots, device=keys.device)
+        query = torch.arange(offset, offset + t, device=keys.device)
+        logits = logits.masked_fill(slot > query[:, None], float("-inf"))
+    return logits.softmax(-1)
+
+
+def streamed_sums(queries: Tensor, keys: Tensor, scaling: float, offset: int, reduce: str) -> Tensor:
+    """Column sums of attention over all queries, in blocks.
+
+    reduce "sum": (batch, query_head, slot), the sum over queries of each query head.
+    reduce "max": (batch, kv_head, slot), per query the max over the group's heads, then summed
+    (the utility u of KVP, arXiv:2602.10238, with A maxed over the group).
+    """
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    total: Tensor | None = None
+    for start in range(0, queries.shape[2], BLOCK):
+        rows = attention_rows(queries[:, :, start : start + BLOCK], keys, scaling, offset + start)
+        if reduce == "max":
+            rows = rows.view(rows.shape[0], kv_heads, -1, rows.shape[2], slots).amax(2)
+        part = rows.sum(2)
+        total = part if total is None else total + part
+    if total is None:
+        raise PluginError("attention sums were asked for a chunk without queries")
+    return total
+
+
+def draw_key(*parts: Any) -> int:
+    """A 64-bit key for random draws, from (seed, sample, layer, ...)."""
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def uniform_at(key: int, positions: Tensor) -> Tensor:
+    """One uniform draw in [0, 1) per (KV head, original position): (batch, kv_head, slot) float32.
+
+    Counter-based (the splitmix64 finaliser of key, KV head and position), so a token keeps its draw
+    in every chunk, on every device and for any number of tokens.
+    """
+    heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
+    x = (positions * 2_654_435_761 + heads * 1_000_000_007_919 + key) * -7046029254386353131
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
+    x = x ^ ((x >> 31) & ((1 << 33) - 1))
+    return ((x >> 40) & 0xFFFFFF).to(torch.float32) / (1 << 24)
+
+
+@dataclass
+class Observation:
+    """One layer as a policy sees it. Slots are in ascending original position.
+
+    layer, n_layers: index of this layer and their number. keys, values: (batch, kv_head, slot, dim),
+    as cached (keys after RoPE and QK-norm), in the model's dtype. positions: (batch, kv_head, slot)
+    int64, original positions, also after earlier evictions. new: tokens of this chunk, the last
+    `new` slots. seen: tokens read so far, evicted ones included. scaling: the model's factor on
+    attention logits. module: the layer's attention module, for its weights.
+    """
+
+    layer: int
+    n_layers: int
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    new: int
+    seen: int
+    scaling: float
+    module: Any
+    key: int
+    _queries: Tensor
+    _hidden: Tensor | None = None
+    _future: Callable[[], Tensor] | None = None
+    needs: frozenset[Need] = frozenset(Need)
+    _shared: dict[Any, Any] = field(default_factory=dict)
+
+    def limited_to(self, needs: frozenset[Need]) -> Observation:
+        """The same observation for a policy that declared `needs`; shared work stays shared."""
+        return Observation(
+            **{**self.__dict__, "needs": needs},
+        )
+
+    @property
+    def slots(self) -> int:
+        return self.keys.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.keys.shape[1]
+
+    def window_queries(self, window: int) -> Tensor:
+        """Queries of the last min(window, new) tokens, after RoPE: (batch, query_head, w, dim)."""
+        self._require(Need.WINDOW_QUERIES)
+        return self._queries[:, :, -window:]
+
+    def window_attention(self, window: int) -> Tensor:
+        """Attention of the last min(window, new) tokens over all slots, causal inside the window.
+
+        (batch, query_head, w, slot) float32; the softmax runs over every slot, so rows sum to 1.
+        """
+        self._require(Need.WINDOW_QUERIES)
+        return self._once(("window", window), lambda: self._window(window))
+
+    def _window(self, window: int) -> Tensor:
+        queries = self._queries[:, :, -window:]
+        return attention_rows(queries, self.keys, self.scaling, self.slots - queries.shape[2])
+
+    @property
+    def attention_sums(self) -> Tensor:
+        """Attention received from all queries of this chunk: (batch, query_head, slot) float32."""
+        self._require(Need.ATTENTION_SUMS)
+        offset = self.slots - self.new
+        return self._once(
+            "sums", lambda: streamed_sums(self._queries, self.keys, self.scaling, offset, "sum")
+        )
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """What the attention module received for this chunk: (batch, new, d_model)."""
+        self._require(Need.HIDDEN_STATES)
+        if self._hidden is None:
+            raise PluginError("hidden states were not recorded for this layer")
+        return self._hidden
+
+    @property
+    def future_attention(self) -> Tensor:
+        """u of KVP: attention that the reference continuation pays to each slot, on the full cache.
+
+        (batch, kv_head, slot) float32: sum over future tokens of the max over the group's heads.
+        """
+        self._require(Need.FUTURE)
+        if self._future is None:
+            raise PluginError("future attention is not known in this run")
+        future = self._future()  # (1, kv_head, context position)
+        return future.expand(self.positions.shape[0], -1, -1).gather(2, self.positions)
+
+    def uniform(self) -> Tensor:
+        """One persistent uniform draw per token, KV head and layer: (batch, kv_head, slot) float32."""
+        self._require(Need.RANDOM)
+        return uniform_at(draw_key(self.key, self.layer), self.positions)
+
+    def by_group(self, per_query_head: Tensor) -> Tensor:
+        """(batch, query_head, ...) -> (batch, kv_head, group, ...)."""
+        batch, heads = per_query_head.shape[:2]
+        return per_query_head.view(batch, self.kv_heads, heads // self.kv_heads, *per_query_head.shape[2:])
+
+    def _require(self, need: Need) -> None:
+        if need not in self.needs:
+            raise PluginError(f"{need} was read but not declared in `needs`")
+
+    def _once(self, name: Any, compute: Callable[[], Tensor]) -> Tensor:
+        if name not in self._shared:
+            self._shared[name] = compute()
+        return self._shared[name]

@@ -1,0 +1,92 @@
+"""The contract of a policy: it scores cached tokens, and does nothing else.
+
+The engine owns pins, ties, ranking, budgets, gathering and positions. A score never
+sees the budget, so one ranking serves every budget and the kept sets are nested.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from .errors import BadInput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .observe import Observation
+
+
+class Need(Enum):
+    """What a policy looks at. Reading anything it did not declare is an error."""
+
+    KEYS = "keys"
+    VALUES = "values"
+    WINDOW_QUERIES = "queries of the last tokens"
+    ATTENTION_SUMS = "attention of all queries of the chunk"
+    HIDDEN_STATES = "hidden states"
+    RANDOM = "random numbers"
+    FUTURE = "future attention"
+
+    @property
+    def is_attention(self) -> bool:
+        """True for signals that need queries: such policies are drawn dashed."""
+        return self in (Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.FUTURE)
+
+
+@dataclass(frozen=True)
+class Pins:
+    """Tokens that are always kept: the first and the last ones, by original position.
+
+    first: number of sinks (tokens); last: size of the window (tokens).
+    """
+
+    first: int = 0
+    last: int = 0
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.last < 0:
+            raise BadInput(f"pins {self.first},{self.last}: both numbers must be 0 or more")
+
+    @property
+    def total(self) -> int:
+        return self.first + self.last
+
+
+def param(default: Any, source: str) -> Any:
+    """A policy or task parameter: its default and where the default comes from."""
+    return field(default=default, metadata={"source": source})
+
+
+@dataclass(frozen=True)
+class Policy(ABC):
+    """Base of all policies. Subclass as a frozen dataclass whose fields are the parameters.
+
+    needs: signals that `score` reads from the Observation.
+    pins: what the published method itself always keeps (`--pins native`).
+    ranking: one sentence, how the published keep/evict rule became a full order.
+    repeated: one sentence, what applying the policy again after each chunk means.
+    bracket: "lower" or "upper" for policies that bound the others in a figure.
+    color: matplotlib colour; without one, a colour is derived from the name.
+    """
+
+    name: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    needs: ClassVar[frozenset[Need]] = frozenset()
+    ranking: ClassVar[str] = "by descending score"
+    repeated: ClassVar[str] = "scores kept and new tokens again after each chunk"
+    bracket: ClassVar[str | None] = None
+    color: ClassVar[str | None] = None
+
+    @property
+    def pins(self) -> Pins:
+        return Pins()
+
+    @abstractmethod
+    def score(self, seen: Observation) -> Tensor:
+        """Score every slot of one layer.
+
+        Returns (batch, kv_head, slot) float32; higher is kept longer; must be finite.
+        """

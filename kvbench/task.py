@@ -1,0 +1,110 @@
+"""The contract of a task: samples to answer, and the scoring of an answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One example.
+
+    The prompt is `context + question`, rendered as one user turn where the model has a chat
+    template, followed by `answer_prefix` (the beginning of the model's own turn). With the
+    question withheld only what comes from `context` is in the cache when eviction happens.
+
+    id: unique within the task and its parameters. choices: texts to compare by likelihood, or
+    () to generate. reference: the continuation on which nll, kl and future attention are
+    measured (the gold answer, as it would follow the prompt). gold: whatever `Task.score` needs.
+    max_new_tokens, stop: limits of a generated answer (tokens; strings that end it).
+    """
+
+    id: str
+    context: str
+    question: str
+    reference: str
+    answer_prefix: str = ""
+    choices: tuple[str, ...] = ()
+    gold: Any = None
+    max_new_tokens: int = 0
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model answered: a text, or log-likelihoods of the choices (nats).
+
+    greedy[i] tells whether choice i is what greedy decoding would have produced.
+    """
+
+    text: str = ""
+    loglikelihoods: tuple[float, ...] = ()
+    greedy: tuple[bool, ...] = ()
+
+    @property
+    def label(self) -> str:
+        """What `agreement` compares: the best choice's index, or the generated text."""
+        if not self.loglikelihoods:
+            return self.text.strip()
+        return str(max(range(len(self.loglikelihoods)), key=self.loglikelihoods.__getitem__))
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a task may use to build its samples.
+
+    seed: of generated samples. limit: number of samples asked for (None: all there are).
+    data: --data path or None. chat: whether a chat template will be applied (then choices carry no
+    leading delimiter). count: tokens of a sample's whole prompt, template and prefix included.
+    """
+
+    seed: int
+    limit: int | None
+    data: str | None
+    chat: bool
+    count: Callable[[Sample], int]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples with the provenance of their data: source in words and sha256 of the data."""
+
+    samples: Sequence[Sample]
+    source: str
+    sha256: str
+
+
+class Task(ABC):
+    """Base of all tasks. Subclass as a frozen dataclass whose fields are the parameters.
+
+    source: paper or repository. metric: the main metric's name (see kvbench.metrics).
+    question: "withheld" (eviction happens before the question is read) or "seen".
+    schedule, chunk: default loop ("prefill", or "chunked" with tokens per chunk).
+    data: one phrase, where the examples come from.
+    """
+
+    name: ClassVar[str] = ""
+    source: ClassVar[str] = ""
+    metric: ClassVar[str] = "accuracy"
+    question: ClassVar[Literal["withheld", "seen"]] = "seen"
+    schedule: ClassVar[Literal["prefill", "chunked"]] = "prefill"
+    chunk: ClassVar[int | None] = None
+    data: ClassVar[str] = ""
+
+    @abstractmethod
+    def samples(self, setting: Setting) -> Samples:
+        """Build the samples, in a fixed order that does not depend on the limit."""
+
+    @abstractmethod
+    def score(self, sample: Sample, answer: Answer) -> dict[str, float]:
+        """Official metrics of one answer: name -> value in the unit of kvbench.metrics."""
+
+    def check(self, data: str | None) -> None:
+        """Raise BadInput or DataNotFound early, before any model loads."""
+
+    def label(self, sample: Sample) -> str | None:
+        """The gold label of a choice task (for the majority rate), else None."""
+        return None
