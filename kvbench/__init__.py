@@ -10,7 +10,7 @@ from .registry import register, register_task
 from .task import Answer, Sample, Samples, Setting, Task
 
 if TYPE_CHECKING:
-    from .run import RunResult, run
+    from .runner import RunResult, run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """`run` and `RunResult` load on first use, because they import torch."""
     if name in ("run", "RunResult"):
-        from . import run as module
+        from . import runner as module
 
         return getattr(module, name)
     raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
