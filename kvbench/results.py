@@ -1,0 +1,287 @@
+"""A run folder: manifest.json says how the numbers were made, rows.jsonl holds one line per (cell, sample).
+
+A row is written once and belongs to exactly one configuration. Killing the process at any moment
+loses at most the sample in flight; the next run finds the rest done.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from .errors import StoreError
+from .manifest import MANIFEST, SCHEMA, prepare_manifest, read_manifest
+
+__all__ = ["ROWS", "SCHEMA", "TORN", "Store", "read_manifest", "read_rows"]
+
+ROWS = "rows.jsonl"
+TORN = "rows.torn"  # what a killed process left half written, kept for inspection
+LOCK = ".lock"
+STATUSES = ("ok", "skipped", "failed")
+INTEGERS = (
+    "schema", "budget", "chunk", "seed", "context_tokens", "question_tokens", "evicted_layers", "layers",
+)  # fmt: skip
+TEXTS = (
+    "key", "config", "policy", "spec", "params", "task", "task_spec", "task_params", "model", "schedule",
+    "pins", "pins_mode", "question", "template", "sample", "status", "reason", "note", "text",
+    "gold_label", "label",
+)  # fmt: skip
+
+
+class Store:
+    """A run folder opened for writing, by one process at a time.
+
+    done: keys that need no further work (status ok or skipped). notes: what the user should hear
+    about the folder's state. Text is stored ASCII-escaped, so any string survives, lone surrogates
+    included (a high surrogate followed by a low one reads back as the character they stand for).
+    """
+
+    def __init__(self, path: Path, lock: int) -> None:
+        """Use `Store.open`."""
+        self.path = path
+        self.done: set[str] = set()
+        self.notes: list[str] = []
+        self._lock: int | None = lock
+        self._rows: int | None = None
+        self._seen: dict[str, tuple[str, str]] = {}  # key -> (status, digest of everything but times)
+
+    @classmethod
+    def open(cls, path: str | Path, fixed: Mapping[str, Any], extra: Mapping[str, Any]) -> Store:
+        """Create or resume a run folder.
+
+        fixed: whatever changes the numbers of all rows; must equal what the folder was made with.
+        extra: sections merged into the manifest ("style", "tasks").
+        Raises: StoreError when the folder cannot be written, is in use, or has another `fixed`.
+        """
+        folder = Path(path)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write to {folder} ({error.strerror}): choose a writable folder with --out"
+            ) from error
+        store = cls(folder, lock)
+        try:
+            store._take_lock()
+            store._load(fixed, extra)
+        except OSError as error:
+            store.close()
+            raise StoreError(f"cannot use {folder} ({error.strerror}): free space or change --out") from error
+        except BaseException:
+            store.close()
+            raise
+        return store
+
+    def _take_lock(self) -> None:
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise StoreError(
+                f"{self.path} is in use by another run: wait until it ends, or give this one another --out"
+            ) from error
+
+    def _load(self, fixed: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+        rows = self.path / ROWS
+        if rows.exists() and rows.stat().st_size and not (self.path / MANIFEST).exists():
+            raise StoreError(
+                f"{rows} has no {MANIFEST} beside it, so nobody knows how it was made: "
+                "put the manifest back or use another --out"
+            )
+        self.notes += prepare_manifest(self.path, fixed, extra)
+        self._rows = os.open(rows, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        _sync_folder(self.path)
+        data = rows.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            self._set_aside(data[whole:])
+            os.ftruncate(self._rows, whole)
+            os.fsync(self._rows)
+        for row in _parse(rows, data[:whole]):
+            self._remember({row["key"]: (row["status"], _digest(row))})
+
+    def _set_aside(self, tail: bytes) -> None:
+        with open(self.path / TORN, "ab") as file:
+            file.write(tail + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.notes.append(
+            f"the last row of {self.path / ROWS} was half written ({len(tail)} bytes, moved to {TORN}); "
+            "its sample is computed again"
+        )
+
+    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Write the rows of one sample, all or none: one write, then fsync.
+
+        A row already there with equal content (times aside) is not written again; a failed one is
+        superseded. Raises: StoreError when a key already has other content, when a row is not plain
+        JSON, or when the disk refuses; then none of these rows is in the folder.
+        """
+        if self._rows is None:
+            raise StoreError(f"{self.path} is closed for writing: open it again with Store.open")
+        fresh: dict[str, tuple[str, str]] = {}
+        lines: list[str] = []
+        for given in rows:
+            row = {"schema": SCHEMA, **given}
+            _check(row)
+            key, entry = row["key"], (row["status"], _digest(row))
+            known = fresh.get(key) or self._seen.get(key)
+            if known == entry:
+                continue
+            if known is not None and known[0] != "failed":
+                raise StoreError(
+                    f"{self.path}: row {key} ({row.get('spec')}, sample {row.get('sample')!r}) is there "
+                    "with other content. The same configuration gave two results: use another --out, "
+                    "and report it if nothing but the time has changed"
+                )
+            fresh[key] = entry
+            lines.append(json.dumps(row, ensure_ascii=True, separators=(",", ":")))
+        if lines:
+            self._write(("\n".join(lines) + "\n").encode("ascii"))
+            self._remember(fresh)
+
+    def _remember(self, entries: Mapping[str, tuple[str, str]]) -> None:
+        self._seen.update(entries)
+        self.done.update(key for key, (status, _) in entries.items() if status != "failed")
+
+    def _write(self, block: bytes) -> None:
+        assert self._rows is not None
+        start = os.fstat(self._rows).st_size
+        try:
+            view = memoryview(block)
+            while view:  # one write in practice; a short one continues or fails
+                view = view[os.write(self._rows, view) :]
+            os.fsync(self._rows)
+        except BaseException as error:
+            try:
+                os.ftruncate(self._rows, start)
+            except OSError:  # the torn tail stays for the next open; nothing may be added behind it
+                os.close(self._rows)
+                self._rows = None
+            if isinstance(error, OSError):
+                raise StoreError(
+                    f"cannot write to {self.path / ROWS} ({error.strerror}): free space and run the same "
+                    "command again, finished samples are kept"
+                ) from error
+            raise
+
+    def close(self) -> None:
+        """Release the folder; a second call does nothing."""
+        for name in ("_rows", "_lock"):
+            descriptor = getattr(self, name)
+            if descriptor is not None:
+                os.close(descriptor)
+                setattr(self, name, None)
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
+    """All rows of one or more run folders (or .jsonl files), one per key, the last one winning.
+
+    Columns: the row's fields, `metric:NAME` and `time:NAME` (float, NaN where absent). Parameters are
+    JSON text, pins "first,last"; budget and chunk are Int64 with NA. Strings stay strings.
+    Raises: StoreError when a folder has no rows, or rows of a newer kvbench.
+    """
+    several = [paths] if isinstance(paths, str | Path) else list(paths)
+    rows: dict[str, dict[str, Any]] = {}
+    for path in map(Path, several):
+        file = path if path.suffix == ".jsonl" else path / ROWS
+        data = file.read_bytes() if file.is_file() else b""
+        found = {row["key"]: row for row in _parse(file, data[: data.rfind(b"\n") + 1])}
+        if not found:
+            raise StoreError(
+                f"no rows in {path}: make some with `kvbench run --policy all --task boolq "
+                f"--budgets 64,128 --out {path}`, or name the folder of an earlier run"
+            )
+        rows.update(found)
+    return _frame([_flat(row) for row in rows.values()])
+
+
+def _parse(file: Path, data: bytes) -> Iterator[dict[str, Any]]:
+    """Rows of a file that ends in a newline. Raises: StoreError naming the line."""
+    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+        try:
+            row = json.loads(line)
+            _check(row)
+        except ValueError as error:
+            raise StoreError(
+                f"{file}, line {number} is not JSON: move that line elsewhere and run the same command again"
+            ) from error
+        except StoreError as error:
+            raise StoreError(f"{file}, line {number}: {error}") from error
+        yield row
+
+
+def _check(row: Any) -> None:
+    if not isinstance(row, dict) or not isinstance(row.get("key"), str):
+        raise StoreError("not a kvbench row (no key): move the line elsewhere and run again")
+    if not isinstance(row.get("schema"), int) or row["schema"] > SCHEMA:
+        raise StoreError(
+            f"row schema {row.get('schema')}, but this kvbench reads up to {SCHEMA}: upgrade kvbench"
+        )
+    if row.get("status") not in STATUSES:
+        raise StoreError(f"status {row.get('status')!r}: must be one of {', '.join(STATUSES)}")
+
+
+def _digest(row: Mapping[str, Any]) -> str:
+    """Identity of a row's content; times differ between equal runs and do not count."""
+    try:
+        text = json.dumps({k: v for k, v in row.items() if k != "times"}, sort_keys=True)
+        json.dumps(row.get("times"))
+    except TypeError as error:
+        raise StoreError(f"row {row['key']} cannot be stored: {error}; use plain Python values") from error
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in row.items():
+        if name in ("metrics", "times"):
+            prefix = name[:-1]
+            flat.update({f"{prefix}:{key}": number for key, number in (value or {}).items()})
+        elif name == "pins":
+            flat[name] = None if value is None else ",".join(str(number) for number in value)
+        elif isinstance(value, dict | list):
+            flat[name] = json.dumps(value, sort_keys=True)
+        else:
+            flat[name] = value
+    return flat
+
+
+def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
+    """A frame whose text columns are plain objects: the string type of pandas rejects lone surrogates."""
+    names = dict.fromkeys([*TEXTS, *INTEGERS, "kept", *(name for row in rows for name in row)])
+    columns: dict[str, pd.Series] = {}
+    for name in names:
+        values = [row.get(name) for row in rows]
+        if name in INTEGERS:
+            columns[name] = pd.Series(values, dtype="Int64")
+        elif name == "kept" or name.startswith(("metric:", "time:")):
+            numbers = [np.nan if value is None else float(value) for value in values]
+            columns[name] = pd.Series(numbers, dtype="float64")
+        else:
+            columns[name] = pd.Series(values, dtype="object")
+    return pd.DataFrame(columns)
+
+
+def _sync_folder(path: Path) -> None:
+    """Make new names in a folder survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
