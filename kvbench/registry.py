@@ -106,7 +106,11 @@ class Registry:
         """
         place = Place(f"{cls.__module__}:{cls.__qualname__}", _file_of(cls))
         found = self._found()
-        self._claim(found, name, place, again=name in found and found[name].target == place.target)
+        before = found.get(name)
+        again = before is not None and before.target == place.target
+        if again and before is not None and before.entry is None and cls.__module__ != "__main__":
+            again = before.where == place.where  # two files may hold modules of one name
+        self._claim(found, name, place, again)
         self._classes[name] = cls
 
     def _place(self, name: str) -> Place:
@@ -187,8 +191,8 @@ def _decorator(registry: Registry, name: str, source: str) -> Callable[[Kind], K
     def admit(cls: Kind) -> Kind:
         if not (isinstance(cls, type) and issubclass(cls, registry.base)):
             raise PluginError(f"{registry.kind} '{name}': {cls!r} must extend {registry.base.__name__}")
-        cls.name, cls.source = name, source  # type: ignore[attr-defined]
         registry.add(name, cls)
+        cls.name, cls.source = name, source  # type: ignore[attr-defined]
         return cls
 
     return admit

@@ -1,0 +1,52 @@
+"""The only door through which the engine asks a policy for scores."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .errors import KvbenchError, PluginError
+from .observe import Observation
+from .policy import Policy
+
+
+def validated_score(policy: Policy, seen: Observation) -> Tensor:
+    """The policy's score of one layer, checked: (batch, kv_head, slot) float32, finite, on the keys' device.
+
+    Raises: PluginError that names the policy when it fails or returns something else; other
+    KvbenchErrors of the policy (a model it does not support) pass through.
+    """
+    name = policy.name or type(policy).__name__
+    try:
+        score = policy.score(seen.limited_to(frozenset(policy.needs)))
+    except PluginError as error:
+        raise PluginError(f"policy '{name}', layer {seen.layer}: {error}") from error
+    except KvbenchError:
+        raise
+    except Exception as error:
+        raise PluginError(
+            f"policy '{name}' failed in layer {seen.layer}: {type(error).__name__}: {error}"
+        ) from error
+    fault = _fault(score, seen)
+    if fault:
+        raise PluginError(f"policy '{name}', layer {seen.layer}: {fault}")
+    return score
+
+
+def _fault(score: object, seen: Observation) -> str:
+    """What is wrong with a score, in words; "" when nothing is."""
+    if not isinstance(score, Tensor):
+        return f"score returned {type(score).__name__}; it must return a torch.Tensor"
+    wanted = tuple(seen.keys.shape[:3])
+    if tuple(score.shape) != wanted:
+        return f"score has shape {tuple(score.shape)}; it must be (batch, kv_head, slot) = {wanted}"
+    if score.dtype != torch.float32:
+        return f"score has dtype {score.dtype}; it must be torch.float32: end with .float()"
+    if score.device != seen.keys.device:
+        return f"score is on {score.device}; it must stay on {seen.keys.device}, with the layer's keys"
+    # One pass: NaN and inf survive the sum, and finite float32 values cannot overflow float64.
+    if not math.isfinite(score.sum(dtype=torch.float64).item()):
+        return "score holds NaN or inf; every slot needs a finite number"
+    return ""
