@@ -58,7 +58,7 @@ class LagKV(Policy):
             return score
         full = slice(self.sinks, self.sinks + rest // self.lag * self.lag)
         spread = self._spread(seen.keys[:, :, full]) + self._spread(seen.values[:, :, full])
-        rank = spread.argsort(-1, stable=True).argsort(-1)  # ties: the newer token ranks higher
+        rank = spread.argsort(dim=-1, stable=True).argsort(-1)  # ties: the newer token ranks higher
         score[..., full.start : full.stop - self.lag] = rank.flatten(2) / self.lag
         return score
 
