@@ -1,0 +1,136 @@
+"""Our attention function: it appends to our cache, attends, and lets an observer look.
+
+It is registered under its own name with transformers, and a model uses it only when loaded with
+attn_implementation="kvbench": no class is patched and no other model in the process notices. The
+function sees queries, keys and values after RoPE and QK-norm on every architecture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .cache import Bucket, Cache
+from .errors import UnsupportedModel
+
+NAME = "kvbench"
+
+Observer = Callable[["Layer"], None]
+
+
+class Layer:
+    """What happens in one layer for the rows of one bucket; handed to the observer.
+
+    index: layer index. bucket: the rows' cache, new tokens already in it. queries: (row, query_head,
+    new, dim) after RoPE. scaling: factor on the logits. module: the attention module.
+    """
+
+    def __init__(self, index: int, bucket: Bucket, queries: Tensor, scaling: float, module: Any) -> None:
+        self.index = index
+        self.bucket = bucket
+        self.queries = queries
+        self.scaling = scaling
+        self.module = module
+
+
+class Pass:
+    """One forward of new tokens against a cache; the model hands it to every attention layer."""
+
+    def __init__(self, cache: Cache, start: int, observer: Observer | None = None) -> None:
+        self.cache = cache
+        self.start = start
+        self.observer = observer
+        self.layers_seen = 0
+
+    def attend(
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
+    ) -> Tensor:
+        """(row, query_head, new, dim) -> (row, query_head, new, value_dim)."""
+        index = module.layer_idx
+        self.layers_seen += 1
+        outputs = []
+        for bucket in self.cache.buckets:
+            rows = slice(bucket.rows.start, bucket.rows.stop)
+            old = bucket.append(index, key[rows], value[rows], self.start)
+            outputs.append(_attend_bucket(query[rows], bucket, index, old, scaling, window))
+            if self.observer is not None:
+                self.observer(Layer(index, bucket, query[rows], scaling, module))
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+
+def _attend_bucket(
+    query: Tensor, bucket: Bucket, layer: int, old: int, scaling: float, window: int | None
+) -> Tensor:
+    """Attention of the newest tokens over all slots of a bucket, exact and without repeated K/V.
+
+    Every slot that was there before (`old` of them) is visible to every new token. The group of
+    query heads is folded into the query axis, so K/V stay at one copy per KV head.
+    """
+    keys, values, positions = bucket.view(layer)
+    batch, heads, new, dim = query.shape
+    group = heads // keys.shape[1]
+    if window is not None and window >= old + new:
+        window = None  # every slot is inside the window
+    if old == 0 and window is None:
+        if group > 1:  # is_causal cannot be combined with folding; K/V are repeated for this call only
+            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        return scaled_dot_product_attention(query, keys, values, is_causal=new > 1, scale=scaling)
+    folded = query.reshape(batch, keys.shape[1], group * new, dim)
+    mask = _mask(positions, old, new, window)
+    if mask is not None:
+        mask = mask.repeat(1, 1, group, 1) if mask.dim() == 4 else mask.repeat(group, 1)
+    out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+    return out.view(batch, heads, new, values.shape[-1])
+
+
+def _mask(positions: Tensor, old: int, new: int, window: int | None) -> Tensor | None:
+    """Visible slots, (new, slot) bool, or per row (row, 1, new, slot) in sliding-window layers."""
+    device = positions.device
+    if window is None:
+        if new == 1:
+            return None
+        return torch.ones(new, old + new, dtype=torch.bool, device=device).tril(old)
+    slot = positions[:, :1, None, :]  # sliding layers hold the same positions in every KV head
+    query = positions[:, :1, -new:, None]
+    return (slot <= query) & (slot > query - window)
+
+
+def attend(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    kv_pass: Pass | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The function transformers calls; see its attention interface for the arguments.
+
+    Raises UnsupportedModel for anything that would change the numbers and is not handled here.
+    """
+    extra = [name for name in ("softcap", "s_aux", "head_mask") if kwargs.get(name) is not None]
+    if kv_pass is None:
+        raise UnsupportedModel(
+            f"{type(module).__name__} ran without kvbench's engine: load the model with another "
+            f"attn_implementation to use it on its own"
+        )
+    if attention_mask is not None or dropout or extra:
+        what = "a mask of its own" if attention_mask is not None else ", ".join(extra) or "dropout"
+        raise UnsupportedModel(f"{type(module).__name__} uses {what}, which the engine would ignore")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out = kv_pass.attend(module, query, key, value, scale, sliding_window)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def install() -> None:
+    """Make the name known to transformers. Other models are not affected."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, attend)

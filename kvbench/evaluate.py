@@ -1,0 +1,229 @@
+"""One sample, all cells: a shared prefill, the full cache's answer, then every kept set's answer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .answer import FutureAttention, Outcome, answer_rows
+from .cache import Cache
+from .config import Cell
+from .eviction import eviction_cost, missed_mass
+from .loop import Compressed, Ranker, Ranking, Target, compress_in_chunks, evict, rank_stored, read_and_rank
+from .models import LoadedModel
+from .policy import Need
+from .prompt import Prompt
+from .task import Sample
+
+ROWS_LIMIT = 3 * 2**30  # bytes of K/V of all kept sets evaluated in one batch
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured for one cell: everything here comes from tensors, nothing from the request.
+
+    kept: KV pairs per KV head in the full-attention layers. peak: the most slots held at any moment.
+    times: seconds; prefill_s is shared by all cells, answer_s is the batch's time over its rows.
+    """
+
+    outcome: Outcome
+    kept: int
+    peak: int
+    kv_bytes: int
+    missed_mass: float
+    eviction_cost: float | None
+    times: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A cell whose policy broke its contract on this sample."""
+
+    reason: str
+
+
+@dataclass
+class Evaluated:
+    """All cells of one sample; `full` is the cell without eviction."""
+
+    full: Measurement
+    cells: dict[Cell, Measurement | Failure] = field(default_factory=dict)
+
+
+@dataclass
+class _Context:
+    """What the cells of a sample share after the full cache has answered."""
+
+    lm: LoadedModel
+    prompt: Prompt
+    sample: Sample
+    ids: Tensor
+    room: int
+    full: Cache
+    ranking: Ranking
+    future: FutureAttention
+    full_logprobs: Tensor
+    prefill_s: float
+
+    @property
+    def utility(self) -> Tensor:
+        """u of every full-attention layer: (full_layer, kv_head, context)."""
+        layers = [self.future.utility[layer] for layer in self.lm.geometry.full_layers]
+        return torch.cat([layer.to(self.lm.device) for layer in layers])
+
+
+@torch.inference_mode()
+def evaluate(
+    lm: LoadedModel, sample: Sample, prompt: Prompt, cells: dict[Cell, Ranker], key: int
+) -> Evaluated:
+    """Evaluate every cell on one sample.
+
+    cells: each cell with its ranker; all of one schedule and chunk. key: of the sample's random draws.
+    A policy that breaks its contract fails its own cells only.
+    """
+    context = _read_context(lm, sample, prompt, cells, key)
+    started = time.perf_counter()
+    outcomes, context.full_logprobs = answer_rows(lm, context.full, prompt, sample, observer=context.future)
+    seconds = {"prefill_s": context.prefill_s, "score_s": 0.0, "answer_s": time.perf_counter() - started}
+    n = len(prompt.context)
+    full = Measurement(outcomes[0], *_held(lm, context.full, 0), 0.0, None, seconds)
+    done = Evaluated(full)
+    if n == 0:  # nothing is cached before the question, so nothing can be evicted
+        done.cells = dict.fromkeys(cells, full)
+        return done
+    _rank_late(context, cells)
+    costs = _eviction_costs(context)
+    for batch in _batches(lm, cells, n, context.room):
+        done.cells |= _evaluate_batch(context, batch, costs, key)
+    return done
+
+
+def _read_context(
+    lm: LoadedModel, sample: Sample, prompt: Prompt, cells: dict[Cell, Ranker], key: int
+) -> _Context:
+    """Prefill the full cache; in the prefill schedule, rank while the queries exist."""
+    n = len(prompt.context)
+    longest = max(len(prompt.reference.ids), sample.max_new_tokens, *(len(c.ids) for c in prompt.choices), 0)
+    room = len(prompt.question) + longest
+    ids = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
+    rankers = {ranker for cell, ranker in cells.items() if cell.schedule == "prefill"}
+    now = [ranker for ranker in cells.values() if ranker in rankers and Need.FUTURE not in ranker.policy.needs]
+    ranking = Ranking(lm, [list(dict.fromkeys(now))], key, seen=n)
+    full = Cache.empty(lm.geometry.layers, n + room)
+    started = time.perf_counter()
+    if n:
+        read_and_rank(lm, full, ids, 0, ranking)
+    prefill_s = time.perf_counter() - started - sum(ranking.seconds.values())
+    future = FutureAttention.over(n, lm.geometry.full_layers)
+    return _Context(lm, prompt, sample, ids, room, full, ranking, future, torch.empty(0), prefill_s)
+
+
+def _rank_late(context: _Context, cells: dict[Cell, Ranker]) -> None:
+    """Rank for the policies that look at the future, which is known only now."""
+    late = [
+        ranker for cell, ranker in cells.items()
+        if cell.schedule == "prefill" and Need.FUTURE in ranker.policy.needs
+    ]  # fmt: skip
+    context.ranking.future = context.future.utility
+    context.ranking.wanted = [list(dict.fromkeys(late))]
+    if late:
+        rank_stored(context.full, context.ranking, context.future.modules)
+
+
+def _eviction_costs(context: _Context) -> dict[Ranker, float]:
+    """C(sigma)/C(sigma*) of each ranking, the mean over layers and KV heads."""
+    ranking = context.ranking
+    return {
+        ranker: eviction_cost(ranking.order(row, ranker), context.utility).mean().item()
+        for row, ranker in ranking.orders
+        if ranker not in ranking.failed
+    }
+
+
+def _batches(
+    lm: LoadedModel, cells: dict[Cell, Ranker], n: int, room: int
+) -> Iterator[dict[Cell, Ranker]]:  # fmt: skip
+    """Cells in groups whose caches fit ROWS_LIMIT together, neighbours in budget."""
+    geometry = lm.geometry
+    pair = 2 * geometry.layers * geometry.kv_heads * geometry.head_dim * lm.dtype.itemsize
+    batch: dict[Cell, Ranker] = {}
+    used = 0
+    for cell in sorted(cells, key=lambda cell: min(cell.budget or n, n)):
+        slots = min(cell.budget or n, n) + room + min(cell.chunk or 0, n)
+        if batch and used + slots * pair > ROWS_LIMIT:
+            yield batch
+            batch, used = {}, 0
+        batch[cell] = cells[cell]
+        used += slots * pair
+    if batch:
+        yield batch
+
+
+def _evaluate_batch(
+    context: _Context, cells: dict[Cell, Ranker], costs: dict[Ranker, float], key: int
+) -> dict[Cell, Measurement | Failure]:
+    """Evict to every cell's budget, answer from all kept sets at once, measure."""
+    lm = context.lm
+    target_of = {cell: Target(ranker, cell.budget or 0) for cell, ranker in cells.items()}
+    compressed = _compress(context, cells, list(dict.fromkeys(target_of.values())), key)
+    started = time.perf_counter()
+    outcomes: list[Outcome] = []
+    if compressed.row_of:
+        outcomes, _ = answer_rows(lm, compressed.cache, context.prompt, context.sample, context.full_logprobs)
+    answer_s = (time.perf_counter() - started) / max(1, len(outcomes))
+    utility = context.utility
+    done: dict[Cell, Measurement | Failure] = {}
+    for cell, target in target_of.items():
+        if target.ranker in compressed.failed:
+            done[cell] = Failure(compressed.failed[target.ranker])
+            continue
+        row = compressed.row_of[target]
+        kept, peak, kv_bytes = _held(lm, compressed.cache, row)
+        missed = missed_mass(_positions(lm, compressed.cache, row), utility).mean().item()
+        score_s = compressed.seconds.get(target.ranker, 0.0)
+        times = {"prefill_s": context.prefill_s, "score_s": score_s, "answer_s": answer_s}
+        peak = max(peak, compressed.peak[target])
+        cost = costs.get(target.ranker)
+        done[cell] = Measurement(outcomes[row], kept, peak, kv_bytes, missed, cost, times)
+    return done
+
+
+def _compress(
+    context: _Context, cells: dict[Cell, Ranker], targets: list[Target], key: int
+) -> Compressed:  # fmt: skip
+    """The kept sets of the targets, by the schedule that their cells share."""
+    lm, n = context.lm, len(context.prompt.context)
+    cell = next(iter(cells))
+    if cell.schedule == "chunked":
+        assert cell.chunk is not None
+        future = context.future.utility
+        return compress_in_chunks(lm, context.ids, cell.chunk, targets, key, future, context.room)
+    ranking = context.ranking
+    alive = [target for target in targets if target.ranker not in ranking.failed]
+    cache, rows = evict(lm, context.full, alive, [0] * len(alive), ranking, context.room)
+    row_of = dict(zip(alive, rows, strict=True))
+    return Compressed(cache, row_of, ranking.failed, ranking.seconds, dict.fromkeys(alive, n))
+
+
+def _positions(lm: LoadedModel, cache: Cache, row: int) -> Tensor:
+    """Original positions held by a row: (full_layer, kv_head, kept)."""
+    bucket, offset = cache.locate(row)
+    return torch.stack([bucket.view(layer)[2][offset].to(lm.device) for layer in lm.geometry.full_layers])
+
+
+def _held(lm: LoadedModel, cache: Cache, row: int) -> tuple[int, int, int]:
+    """Pairs per KV head, slots and bytes of a row, counted in its tensors."""
+    bucket, offset = cache.locate(row)
+    if bucket.filled[lm.geometry.full_layers[0]] == 0:
+        return 0, 0, 0
+    layers = range(lm.geometry.layers)
+    size = sum(tensor[offset].nbytes for layer in layers for tensor in bucket.view(layer)[:2])
+    positions = _positions(lm, cache, row)
+    distinct = (positions.diff(dim=-1) > 0).sum(-1) + 1
+    kept = {int(count) for count in distinct.unique()}
+    assert len(kept) == 1, f"KV heads hold different numbers of pairs: {kept}"
+    return kept.pop(), positions.shape[-1], size

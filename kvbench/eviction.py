@@ -1,0 +1,34 @@
+"""Eviction error: how much of the attention that the future paid was evicted.
+
+u_i is the utility of a cached token (see kvbench.observe.streamed_sums): the attention that the
+reference continuation pays to it on the full cache, maxed over the query heads of its group.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def eviction_cost(order: Tensor, utility: Tensor) -> Tensor:
+    """C(sigma)/C(sigma*) of KVP, with C = sum_b b * u_(sigma_b) (arXiv:2602.10238, eq. 3.7).
+
+    order: (..., slot) a ranking; utility: (..., slot) float32, not negative. Returns (...) float32,
+    1 for the best ranking; 1 where all utility is 0, because then every ranking is as good.
+    """
+    rank = torch.arange(1, order.shape[-1] + 1, device=order.device, dtype=torch.float64)
+    utility = utility.double()
+    cost = (utility.gather(-1, order) * rank).sum(-1)
+    best = (utility.sort(-1, descending=True).values * rank).sum(-1)
+    return torch.where(best > 0, cost / best, 1.0).float()
+
+
+def missed_mass(kept: Tensor, utility: Tensor) -> Tensor:
+    """Share of the future attention on context tokens that goes to evicted ones, 0..1.
+
+    kept: (..., kept) original positions that stayed; utility: (..., context). Returns (...) float32.
+    """
+    utility = utility.double()
+    total = utility.sum(-1)
+    hit = utility.gather(-1, kept).sum(-1)
+    return torch.where(total > 0, 1 - hit / total, 0.0).clamp(0, 1).float()

@@ -1,0 +1,264 @@
+"""The loop: read a chunk, let every policy rank, evict down to the budgets, read the next chunk.
+
+Compress-after-prefill is the case of one chunk. Rows of the cache are the different kept sets; cells
+(policy, budget, pins) that keep the same pairs share a row.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention import Layer, Observer, Pass
+from .cache import Cache, Kept
+from .errors import PluginError, UnsupportedModel
+from .models import LoadedModel
+from .observe import Observation
+from .policy import Need, Pins, Policy
+from .rank import keep, rank
+from .score import validated_score
+
+
+@dataclass(frozen=True)
+class Ranker:
+    """A policy under pins: what makes a ranking. Budgets are cut from it later."""
+
+    policy: Policy
+    pins: Pins
+
+
+@dataclass(frozen=True)
+class Target:
+    """What one cell asks of the loop: a ranking and how much of it to keep."""
+
+    ranker: Ranker
+    budget: int
+
+
+def read(
+    lm: LoadedModel, cache: Cache, ids: Tensor, start: int, keep_logits: int = 1,
+    observer: Observer | None = None,
+) -> Tensor:  # fmt: skip
+    """Read new tokens into every row of the cache, at positions start, start + 1, ...
+
+    ids: (new,) the same for all rows, or (row, new). Returns logits (row, keep_logits, vocabulary) of
+    the last tokens. Raises UnsupportedModel when a layer's attention did not come through us.
+    """
+    rows = cache.rows
+    if ids.dim() == 1:
+        ids = ids.expand(rows, -1)
+    positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand(rows, -1)
+    kv_pass = Pass(cache, start, observer)
+    output = lm.model(
+        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep_logits, kv_pass=kv_pass
+    )
+    if kv_pass.layers_seen != lm.geometry.layers:
+        raise UnsupportedModel(
+            f"{lm.name}: {kv_pass.layers_seen} of {lm.geometry.layers} layers use the attention interface; "
+            "the others keep a state that cannot be evicted"
+        )
+    return output.logits
+
+
+@dataclass
+class Ranking:
+    """Observer that ranks each full-attention layer for the policies of each row.
+
+    wanted: per row, the rankers to apply. key: of random draws. future: u per layer position, if known.
+    orders: (row, ranker) -> per full layer (kv_head, slot). failed: ranker -> what its policy did wrong.
+    seconds: ranker -> time spent in its score and sort.
+    """
+
+    lm: LoadedModel
+    wanted: list[list[Ranker]]
+    key: int
+    seen: int
+    future: dict[int, Tensor] | None = None
+    orders: dict[tuple[int, Ranker], list[Tensor]] = field(default_factory=dict)
+    failed: dict[Ranker, str] = field(default_factory=dict)
+    seconds: dict[Ranker, float] = field(default_factory=dict)
+    hidden: dict[int, Tensor] = field(default_factory=dict)
+
+    def __call__(self, layer: Layer) -> None:
+        if layer.index not in self.lm.geometry.full_layers:
+            return
+        keys, values, positions = layer.bucket.view(layer.index)
+        hidden = self.hidden.get(layer.index)
+        for offset, row in enumerate(layer.bucket.rows):
+            one = slice(offset, offset + 1)
+            seen = Observation(
+                layer=layer.index,
+                n_layers=self.lm.geometry.layers,
+                keys=keys[one],
+                values=values[one],
+                positions=positions[one],
+                new=layer.queries.shape[2],
+                seen=self.seen,
+                scaling=layer.scaling,
+                module=layer.module,
+                key=self.key,
+                _queries=layer.queries[one],
+                _hidden=None if hidden is None else hidden[row : row + 1],
+                _future=None if self.future is None else _constant(self.future[layer.index]),
+            )
+            for ranker in self.wanted[row]:
+                self._rank(row, ranker, seen)
+
+    def _rank(self, row: int, ranker: Ranker, seen: Observation) -> None:
+        if ranker in self.failed:
+            return
+        started = time.perf_counter()
+        try:
+            score = validated_score(ranker.policy, seen)
+        except PluginError as error:
+            self.failed[ranker] = str(error)
+            return
+        order = rank(score, seen.positions, ranker.pins, seen.seen)
+        self.orders.setdefault((row, ranker), []).append(order[0])
+        spent = time.perf_counter() - started
+        self.seconds[ranker] = self.seconds.get(ranker, 0.0) + spent
+
+    def order(self, row: int, ranker: Ranker) -> Tensor:
+        """The finished ranking of a row: (full_layer, kv_head, slot), on the model's first device."""
+        return torch.stack([order.to(self.lm.device) for order in self.orders[row, ranker]])
+
+
+def _constant(value: Tensor) -> Any:
+    return lambda: value
+
+
+def read_and_rank(lm: LoadedModel, cache: Cache, ids: Tensor, start: int, ranking: Ranking) -> None:
+    """Read one chunk and rank every row, layer by layer, while its queries exist."""
+    needs_hidden = any(
+        Need.HIDDEN_STATES in ranker.policy.needs for row in ranking.wanted for ranker in row
+    )  # fmt: skip
+    recording = _recorded_hidden(lm.model, ranking.hidden) if needs_hidden else nullcontext()
+    with recording:
+        read(lm, cache, ids, start, observer=ranking)
+
+
+def rank_stored(cache: Cache, ranking: Ranking, modules: dict[int, tuple[Any, float]]) -> None:
+    """Rank from keys and values alone, after the prefill: for policies that look at the future."""
+    for bucket in cache.buckets:
+        for index, (module, scaling) in modules.items():
+            keys = bucket.view(index)[0]
+            no_queries = keys.new_empty(keys.shape[0], keys.shape[1], 0, keys.shape[3])
+            ranking(Layer(index, bucket, no_queries, scaling, module))
+
+
+@contextmanager
+def _recorded_hidden(model: Any, into: dict[int, Tensor]) -> Iterator[None]:
+    """Record what each attention module receives, for the duration of one forward."""
+
+    def hook(module: Any, args: Any, kwargs: Any) -> None:
+        into[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
+
+    handles = [
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        for module in model.modules()
+        if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention")
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def evict(
+    lm: LoadedModel, cache: Cache, targets: list[Target], row_of: list[int], ranking: Ranking, room: int
+) -> tuple[Cache, list[int]]:
+    """Cut every target's row down to its budget.
+
+    row_of: each target's row in `cache`. Returns the compacted cache and each target's new row;
+    targets that keep the same slots of the same row share one.
+    """
+    kept: list[Kept] = []
+    known: dict[tuple[int, bytes], int] = {}
+    index = []
+    for target, row in zip(targets, row_of, strict=True):
+        slots = _kept_slots(lm, cache, target, row, ranking)
+        digest = b"" if slots is None else torch.cat([s.flatten() for s in slots]).cpu().numpy().tobytes()
+        name = (row, digest)
+        if name not in known:
+            known[name] = len(kept)
+            kept.append(Kept(row, _all_layers(lm, cache, row, slots)))
+        index.append(known[name])
+    compacted, place = cache.compact(kept, room)
+    return compacted, [place[i] for i in index]
+
+
+def _kept_slots(
+    lm: LoadedModel, cache: Cache, target: Target, row: int, ranking: Ranking
+) -> Tensor | None:  # fmt: skip
+    """Slots to keep in the full-attention layers (full_layer, kv_head, kept); None when all stay."""
+    bucket, _ = cache.locate(row)
+    if bucket.filled[lm.geometry.full_layers[0]] <= target.budget:
+        return None
+    return keep(ranking.order(row, target.ranker), target.budget)
+
+
+def _all_layers(lm: LoadedModel, cache: Cache, row: int, slots: Tensor | None) -> list[Tensor]:
+    """Kept slots of every layer: sliding-window layers, and rows within budget, keep everything."""
+    bucket, _ = cache.locate(row)
+    kept = []
+    full = {layer: i for i, layer in enumerate(lm.geometry.full_layers)}
+    for layer in range(lm.geometry.layers):
+        if slots is not None and layer in full:
+            kept.append(slots[full[layer]])
+            continue
+        everything = torch.arange(bucket.filled[layer], device=lm.device)
+        kept.append(everything.expand(lm.geometry.kv_heads, -1))
+    return kept
+
+
+@dataclass
+class Compressed:
+    """Caches after the context was read and evicted.
+
+    cache: rows of kept sets. row_of: target -> row. failed: ranker -> what its policy did wrong.
+    seconds: ranker -> scoring time. peak: target -> most slots held at any moment, chunk included.
+    """
+
+    cache: Cache
+    row_of: dict[Target, int]
+    failed: dict[Ranker, str]
+    seconds: dict[Ranker, float]
+    peak: dict[Target, int]
+
+
+def compress_in_chunks(
+    lm: LoadedModel, ids: Tensor, chunk: int, targets: list[Target], ranking_key: int,
+    future: dict[int, Tensor] | None, room: int,
+) -> Compressed:  # fmt: skip
+    """The chunked schedule: after each chunk, rank kept + new tokens and evict down to the budget.
+
+    A chunk attends to what was kept and to itself; only then is anything evicted.
+    """
+    cache = Cache.empty(lm.geometry.layers, min(chunk, ids.shape[0]) + room)
+    done = Compressed(cache, {target: 0 for target in targets}, {}, {}, dict.fromkeys(targets, 0))
+    for start in range(0, ids.shape[0], chunk):
+        piece = ids[start : start + chunk]
+        alive = list(done.row_of)
+        wanted: list[list[Ranker]] = [[] for _ in range(done.cache.rows)]
+        for target in alive:
+            if target.ranker not in wanted[done.row_of[target]]:
+                wanted[done.row_of[target]].append(target.ranker)
+        ranking = Ranking(lm, wanted, ranking_key, start + piece.shape[0], future, failed=done.failed,
+                          seconds=done.seconds)  # fmt: skip
+        read_and_rank(lm, done.cache, piece, start, ranking)
+        alive = [target for target in alive if target.ranker not in ranking.failed]
+        for target in alive:
+            held = done.cache.locate(done.row_of[target])[0].filled[lm.geometry.full_layers[0]]
+            done.peak[target] = max(done.peak[target], held)
+        last = start + chunk >= ids.shape[0]
+        rows = [done.row_of[target] for target in alive]
+        done.cache, rows = evict(lm, done.cache, alive, rows, ranking, room if last else chunk)
+        done.row_of = dict(zip(alive, rows, strict=True))
+    return done
