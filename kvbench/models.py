@@ -88,8 +88,51 @@ def check_model(name: str) -> None:
         )
 
 
-def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
-    """Load a model with our attention function, in eval mode and without gradients.
+@dataclass(frozen=True, eq=False)
+class OpenModel:
+    """A model whose files are at hand: everything but the weights. `load` reads those."""
+
+    folder: Path
+    config: Any
+    tokenizer: Any
+    name: str
+    revision: str | None
+    sha256: str
+    device: Any
+    dtype: Any
+    geometry: Geometry
+
+    def load(self) -> LoadedModel:
+        """Read the weights, with our attention function, in eval mode and without gradients."""
+        import transformers
+
+        from .attention import install
+
+        install()
+        with gguf.quiet_transformers():
+            model = transformers.AutoModelForCausalLM.from_pretrained(
+                self.folder,
+                config=self.config,
+                dtype=self.dtype,
+                attn_implementation="kvbench",
+                use_safetensors=True,
+            )
+        model = model.to(self.device).eval().requires_grad_(False)
+        return LoadedModel(
+            model=model,
+            tokenizer=self.tokenizer,
+            name=self.name,
+            revision=self.revision,
+            sha256=self.sha256,
+            device=self.device,
+            dtype=self.dtype,
+            geometry=self.geometry,
+            eos_ids=_eos_ids(model, self.tokenizer),
+        )
+
+
+def open_model(name: str, device: str = "auto", dtype: str = "auto") -> OpenModel:
+    """Find a model's files and read configuration and tokenizer; no weights yet.
 
     device: auto is cuda where there is one, else cpu. dtype: auto is bfloat16 on cuda, float32 on cpu.
     Code from the hub is never run. Raises as `check_model`, and UnsupportedModel.
@@ -97,10 +140,7 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedMo
     import torch
     import transformers
 
-    from .attention import install
-
     check_model(name)
-    install()
     where = _device(device)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(dtype)
     if kind is None:
@@ -110,19 +150,18 @@ def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedMo
         config = transformers.AutoConfig.from_pretrained(folder)
         geometry = read_geometry(config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-        if not tokenizer.is_fast:
-            raise UnsupportedModel(
-                f"model '{name}': its tokenizer gives no character offsets (no tokenizer.json), so prompts "
-                "cannot be split exactly"
-            )
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            folder, config=config, dtype=kind, attn_implementation="kvbench", use_safetensors=True
+    if not tokenizer.is_fast:
+        raise UnsupportedModel(
+            f"model '{name}': its tokenizer gives no character offsets (no tokenizer.json), so prompts "
+            "cannot be split exactly"
         )
-    model = model.to(where).eval().requires_grad_(False)
-    ids = _eos_ids(model, tokenizer)
-    return LoadedModel(
-        model, tokenizer, name, revision, fingerprint_folder(folder), where, kind, geometry, ids
-    )
+    sha256 = fingerprint_folder(folder)
+    return OpenModel(folder, config, tokenizer, name, revision, sha256, where, kind, geometry)
+
+
+def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
+    """Open a model and read its weights. Raises as `open_model`."""
+    return open_model(name, device, dtype).load()
 
 
 def read_geometry(config: Any) -> Geometry:
