@@ -1,0 +1,223 @@
+"""The command line: reads options, calls the library, prints what it says.
+
+Imports stay inside the commands: a bad name or number is refused before torch loads, and `plot` and
+`table` work where torch is not installed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from . import __version__
+from .config import FULL, RunConfig
+from .errors import BadInput, KvbenchError
+from .registry import POLICIES, TASKS, expand_policies, split_specs
+from .spec import split_name
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .runner import RunResult
+
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes
+
+
+class Commands(typer.core.TyperGroup):
+    """All commands, with one place that turns our errors into messages and exit codes."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KvbenchError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(REFUSED) from error
+        except KeyboardInterrupt as error:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(INTERRUPTED) from error
+
+
+app = typer.Typer(
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Compare KV-cache eviction policies: same prompts, same absolute budgets, one loop.",
+)
+
+
+def main() -> None:
+    """Entry point of the `kvbench` command."""
+    app(prog_name="kvbench")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"kvbench {__version__}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def run(
+    policy: Annotated[list[str], typer.Option(help="Policies: name or name:param=value, or all.")],
+    task: Annotated[list[str], typer.Option(help="Tasks: name or name:param=value.")],
+    budgets: Annotated[list[str], typer.Option(help="KV pairs kept per KV head and layer: 20,100,500.")],
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
+    limit: Annotated[int | None, typer.Option(help="Samples per task; default: all.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated samples and random policies.")] = 0,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    schedule: Annotated[str | None, typer.Option(help="prefill or chunked; default: the task's.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens per chunk of the chunked schedule.")] = None,
+    pins: Annotated[str, typer.Option(help="native, none, or FIRST,LAST tokens always kept.")] = "native",
+    question: Annotated[str | None, typer.Option(help="withheld or seen; default: the task's.")] = None,
+    template: Annotated[str, typer.Option(help="auto, chat or none.")] = "auto",
+    data: Annotated[str | None, typer.Option(help="jsonl file with the task's samples.")] = None,
+    out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
+) -> None:
+    """Evaluate policies on tasks at every budget. The same command resumes and adds to its run folder.
+
+    Lists are separated by commas, and options may repeat.
+    """
+    options: dict[str, Any] = {
+        "model": model, "limit": limit, "seed": seed, "device": device, "dtype": dtype, "schedule": schedule,
+        "chunk": chunk, "pins": pins, "question": question, "template": template, "data": data, "out": out,
+    }  # fmt: skip
+    specs, names = split_specs(policy), split_specs(task)
+    config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)
+    _refuse_unknown(config)
+    from .runner import run as run_config
+
+    try:
+        result = run_config(config)
+    except KeyboardInterrupt as error:
+        where = f"in {out} " if out else ""
+        typer.echo(
+            f"\ninterrupted: finished samples are saved {where}and nothing is lost but the one in work; "
+            "type the same command to go on from there",
+            err=True,
+        )
+        raise typer.Exit(INTERRUPTED) from error
+    _report(result)
+
+
+@app.command()
+def plot(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics; default: each task's own.")] = None,
+    out: Annotated[str | None, typer.Option(help="Image file; default: beside the rows.")] = None,
+) -> None:
+    """Draw metrics against budgets from stored rows."""
+    from .plot import plot as draw
+
+    for path in draw(paths, split_specs(metric or []) or None, out):
+        typer.echo(path)
+
+
+@app.command()
+def table(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics; default: all that were measured.")
+    ] = None,
+) -> None:
+    """Print means with 95% intervals from stored rows."""
+    formats = {"text": "rich", "md": "md", "csv": "csv", "json": "json"}
+    if format not in formats:
+        raise BadInput(f"--format '{format}': choose one of {', '.join(formats)}")
+    from .aggregate import aggregate
+    from .results import read_rows
+    from .table import render
+
+    frame = aggregate(read_rows(paths), split_specs(metric or []) or None)
+    typer.echo(render(frame, formats[format]).rstrip("\n"))
+
+
+@app.command("list")
+def list_(what: Annotated[str, typer.Argument(help="policies, tasks or models.")]) -> None:
+    """List policies, tasks or models, with broken plugins and why they are broken."""
+    if what not in ("policies", "tasks", "models"):
+        raise BadInput(f"list '{what}': choose one of policies, tasks, models")
+    from . import describe
+
+    for part in getattr(describe, what)():
+        _console().print(part)
+
+
+@app.command()
+def info(name: Annotated[str, typer.Argument(help="A policy or a task, parameters allowed.")]) -> None:
+    """Describe a policy or task: parameters, the source of every default, what it needs and keeps."""
+    from . import describe
+
+    for part in describe.entry(name):
+        _console().print(part, markup=False, highlight=False)
+        _console().print()
+
+
+@app.command()
+def check(name: Annotated[str, typer.Argument(help="A policy, parameters allowed.")]) -> None:
+    """Try the contract on a policy: yours, a plugin's or a built-in one."""
+    from .check import check_policy
+
+    broken = []
+    for finding in check_policy(name):
+        typer.echo(f"{'ok  ' if finding.passed else 'FAIL'}  {finding.law}")
+        if finding.detail:
+            typer.echo(f"      {finding.detail}")
+        if not finding.passed:
+            broken.append(finding)
+    if broken:
+        typer.echo(f"error: policy '{name}' breaks {len(broken)} of its laws", err=True)
+        raise typer.Exit(FAILED)
+    typer.echo(f"policy '{name}' keeps the contract")
+
+
+def parse_budgets(given: list[str]) -> tuple[int, ...]:
+    """Budgets from comma-separated texts. Raises: BadInput for anything but whole numbers from 1."""
+    budgets = []
+    for piece in filter(None, (part.strip() for text in given for part in text.split(","))):
+        if not re.fullmatch(r"[0-9]+", piece) or int(piece) < 1:
+            raise BadInput(
+                f"budget '{piece}': a budget is a whole number of KV pairs per KV head and layer, 1 or more, "
+                f"as in --budgets 20,100,500; the full cache ('{FULL}') is always evaluated besides"
+            )
+        budgets.append(int(piece))
+    return tuple(budgets)
+
+
+def _refuse_unknown(config: RunConfig) -> None:
+    """Look all names up before anything heavy loads; the runner reads the parameters."""
+    for registry, specs in ((POLICIES, expand_policies(config.policies)), (TASKS, config.tasks)):
+        for spec in specs:
+            registry.target(split_name(spec)[0])
+
+
+def _report(result: RunResult) -> None:
+    from .table import render
+
+    typer.echo(render(result.table, "rich").rstrip("\n"))
+    for note in result.notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"rows: {result.path}")
+    typer.echo(f"next: kvbench plot {result.path}")
+
+
+def _console() -> Console:
+    """Standard output; wide where it is not a terminal, so that nothing is cut in a file or a pipe."""
+    from rich.console import Console
+
+    return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)

@@ -1,0 +1,136 @@
+"""What there is to run, for reading: `kvbench list` and `kvbench info`."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from .config import FULL
+from .errors import UnknownName
+from .policy import Pins, Policy
+from .registry import POLICIES, TASKS, Registry, parameters
+from .spec import split_name
+from .task import Task
+
+FULL_DOC = (
+    "full: the cache without eviction. Every run evaluates it: agreement and kl are measured against it."
+)
+
+
+def policies() -> list[Table]:
+    """Registered policies, then the broken ones. Imports all of them."""
+    rows, broken = [], POLICIES.failures()
+    for name in POLICIES.names():
+        if name in broken:
+            continue
+        try:
+            policy: Policy = POLICIES.parse(name)
+            needs_attention = any(need.is_attention for need in policy.needs)
+            rows.append([name, "yes" if needs_attention else "no", _pins(policy.pins), policy.source])
+        except Exception as error:
+            broken[name] = f"{POLICIES.target(name)}: {error}"
+    listing = _table("policies", ["name", "needs attention", "native pins", "source"], rows)
+    return [listing, *_broken(POLICIES, broken)]
+
+
+def tasks() -> list[Table]:
+    """Registered tasks, then the broken ones. Imports all of them."""
+    rows, broken = [], TASKS.failures()
+    for name in TASKS.names():
+        if name not in broken:
+            task: type[Task] = TASKS.get(name)
+            rows.append([name, task.metric, _schedule(task), task.question, task.data])
+    listing = _table("tasks", ["name", "metric", "schedule", "question", "data"], rows)
+    return [listing, *_broken(TASKS, broken)]
+
+
+def models() -> list[Table]:
+    """Short names of models, and what else `--model` takes."""
+    from .models import ALIASES
+
+    rows = [[name, description] for name, description in ALIASES.items()]
+    rows.append(["FOLDER", "a local folder in the transformers format"])
+    rows.append(["ORG/NAME[@REVISION]", "a model of the hub"])
+    return [_table("models", ["name", "what it is"], rows)]
+
+
+def entry(spec: str) -> list[Table | str]:
+    """Everything to know about one policy or task. Raises: UnknownName, PluginError."""
+    name, _ = split_name(spec)
+    if name == FULL:
+        return [FULL_DOC]
+    found = [registry for registry in (POLICIES, TASKS) if name in registry.names()]
+    if not found:
+        raise UnknownName("policy or task", name, [FULL, *POLICIES.names(), *TASKS.names()])
+    parts: list[Table | str] = []
+    for registry in found:
+        thing = registry.parse(spec)
+        facts = _policy_facts(thing) if isinstance(thing, Policy) else _task_facts(thing)
+        facts.append(["registered by", f"{registry.target(name)}, {registry.where(name)}"])
+        parts += [f"{registry.kind} {name}", inspect.getdoc(type(thing)) or "(no description)"]
+        parts += [_parameters(thing), _table("", ["", ""], facts, header=False)]
+    return parts
+
+
+def _policy_facts(policy: Policy) -> list[list[str]]:
+    needs = ", ".join(sorted(need.value for need in policy.needs)) or "positions only"
+    return [
+        ["paper", policy.source],
+        ["needs", needs],
+        ["native pins", _pins(policy.pins)],
+        ["ranking", policy.ranking],
+        ["applied repeatedly", policy.repeated],
+    ]
+
+
+def _task_facts(task: Task) -> list[list[str]]:
+    return [
+        ["source", task.source],
+        ["data", task.data],
+        ["metric", task.metric],
+        ["schedule", _schedule(type(task))],
+        ["question", task.question],
+    ]
+
+
+def _parameters(thing: Any) -> Table | str:
+    rows = []
+    for parameter in parameters(type(thing)):
+        given = parameter.default is dataclasses.MISSING
+        default = "must be given" if given else str(parameter.default)
+        value = str(getattr(thing, parameter.name))
+        shown = default if value == default else f"{default}, here {value}"
+        rows.append([parameter.name, parameter.type_name, shown, parameter.source or "not stated"])
+    return (
+        _table("", ["parameter", "type", "default", "source of the default"], rows)
+        if rows
+        else "No parameters."
+    )
+
+
+def _broken(registry: Registry, reasons: dict[str, str]) -> list[Table]:
+    title = f"broken {registry.group.split('.')[1]}"
+    return [_table(title, ["name", "error"], [list(pair) for pair in reasons.items()])] if reasons else []
+
+
+def _schedule(task: type[Task]) -> str:
+    return f"{task.schedule}, {task.chunk} tokens" if task.chunk else task.schedule
+
+
+def _pins(pins: Pins) -> str:
+    return f"first {pins.first}, last {pins.last}" if pins.total else "none"
+
+
+def _table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], header: bool = True) -> Table:
+    """Plain cells: text from plugins is never read as markup."""
+    table = Table(title=title or None, title_justify="left", show_header=header, box=None, pad_edge=False)
+    for position, column in enumerate(columns):
+        table.add_column(column, overflow="fold", no_wrap=position == 0)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
