@@ -292,13 +292,25 @@ def _on_hub(repo: str, revision: str | None) -> bool:
 
     if isinstance(hub.try_to_load_from_cache(repo, "config.json", revision=revision), str):
         return True
-    if hub.constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+    if not hub_reachable():
         return False
     try:
-        host = re.sub(r"^https?://|[:/].*$", "", hub.constants.ENDPOINT)
-        socket.create_connection((host, 443), timeout=1).close()
         hub.HfApi().model_info(repo, revision=revision, timeout=2)
-    except Exception:  # not there, gated, or no network: refused with the same three sources
+    except Exception:  # not there or gated: refused with the same three sources
+        return False
+    return True
+
+
+def hub_reachable() -> bool:
+    """Whether the hub may be asked (HF_HUB_OFFLINE is not set) and answers within a second."""
+    import huggingface_hub as hub
+
+    if hub.constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+        return False
+    host = re.sub(r"^https?://|[:/].*$", "", hub.constants.ENDPOINT)
+    try:
+        socket.create_connection((host, 443), timeout=1).close()
+    except OSError:
         return False
     return True
 
