@@ -16,7 +16,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from kvbench.config import fingerprint
@@ -43,13 +43,13 @@ ADJECTIVES = (
     "amber brave calm clever cold dusty eager early fancy gentle glad golden happy hollow humble icy "
     "jolly keen late lively lucky mellow mighty modern narrow noble patient plain proud quick quiet rapid "
     "rustic shiny silent silver simple sleepy sober solid steady sunny tender tidy vivid warm wise witty"
-).split()  # noqa: SIM905 (a list of 50 quoted words reads badly)
+)
 NOUNS = (
     "anchor apple basket beacon bottle bridge button candle canyon castle cedar cherry cloud copper "
     "cradle desert eagle engine falcon feather forest garden hammer harbor island kettle ladder lantern "
     "lemon marble meadow mirror needle ocean orchard otter paddle pebble pepper rabbit ribbon river saddle "
     "spoon summit tiger turtle valley violin walnut whistle window"
-).split()  # noqa: SIM905
+)
 VERSION = 1  # of the generator: raise it when a sample changes
 SAMPLES = 100  # without --limit
 
@@ -102,16 +102,7 @@ class Needle(Task):
         for index in range(total):
             sample, guess = self._fill(index, setting, guess)
             made.append(sample)
-        recipe = [
-            VERSION,
-            self.length,
-            self.max_new_tokens,
-            self.haystack,
-            setting.seed,
-            NOISE,
-            ADJECTIVES,
-            NOUNS,
-        ]
+        recipe = [VERSION, asdict(self), setting.seed, NOISE, ADJECTIVES, NOUNS]
         return Samples(made, f"generated, seed {setting.seed}, generator {VERSION}", fingerprint(recipe))
 
     def score(self, sample: Sample, answer: Answer) -> dict[str, float]:
@@ -142,7 +133,7 @@ class Needle(Task):
     def _make(self, index: int, setting: Setting, sentences: int, words: int) -> Sample:
         """Sample `index` with a haystack of so many sentences and words of the next one."""
         draw = random.Random(f"needle {setting.seed} {index}")
-        key = f"{draw.choice(ADJECTIVES)}-{draw.choice(NOUNS)}"
+        key = f"{draw.choice(ADJECTIVES.split())}-{draw.choice(NOUNS.split())}"
         value = str(draw.randint(10**6, 10**7 - 1))
         lines = _haystack(sentences, words)
         lines.insert(int(draw.random() * len(lines)), NEEDLE.format(key=key, value=value))

@@ -14,7 +14,8 @@ import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 from kvbench.attention import install
-from kvbench.models import LoadedModel, read_geometry
+from kvbench.geometry import read_geometry
+from kvbench.models import LoadedModel
 from kvbench.prompt import end_of_turn
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 8, 2, 16, 320
