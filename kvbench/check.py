@@ -6,7 +6,7 @@ layer that breaks it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -18,7 +18,7 @@ from .errors import KvbenchError, PluginError
 from .observe import Observation
 from .policy import Need, Pins, Policy
 from .registry import POLICIES, parameters
-from .score import validated_score
+from .score import score_seeing, validated_score
 from .specimen import Specimen, specimens
 
 Trial = Callable[[Policy, Specimen, Tensor], str]  # what breaks, in words; "" when nothing does
@@ -59,12 +59,17 @@ def check_policy(spec: str) -> list[Finding]:
     Raises: UnknownName and BadInput for the spec, PluginError when the policy cannot be imported.
     """
     policy: Policy = POLICIES.parse(spec)
+    written = [
+        _finding("declares name, source, needs and pins", _declaration(policy)),
+        _finding("is a frozen dataclass with documented parameters", _dataclass(type(policy))),
+        _finding("knows no budget", _budget(type(policy))),
+    ]
+    if not written[0].passed:  # without its declarations nothing else can be tried
+        return written
     with torch.no_grad():
         scored = _score_all(policy)
         return [
-            _finding("declares name, source, needs and pins", _declaration(policy)),
-            _finding("is a frozen dataclass with documented parameters", _dataclass(type(policy))),
-            _finding("knows no budget", _budget(type(policy))),
+            *written,
             _valid(scored),
             _tried("reads only the signals in `needs`", policy, scored, _undeclared, scored.undeclared),
             _tried(
@@ -97,9 +102,10 @@ def _score_all(policy: Policy) -> Scored:
 
 def _scores_when_all_is_shown(policy: Policy, specimen: Specimen) -> bool:
     try:
-        return isinstance(policy.score(specimen.observe()), Tensor)
-    except Exception:
+        score_seeing(policy, specimen.observe(), frozenset(Need))
+    except KvbenchError:
         return False
+    return True
 
 
 def _valid(scored: Scored) -> Finding:
@@ -129,7 +135,8 @@ def _tried(law: str, policy: Policy, scored: Scored, trial: Trial, known: str = 
 def _declaration(policy: Policy) -> str:
     if not policy.name or not policy.source:
         return "name or source is empty: decorate the class with @register(name, source=...)"
-    if not all(isinstance(need, Need) for need in policy.needs):
+    needs: object = policy.needs
+    if not isinstance(needs, Set) or not all(isinstance(need, Need) for need in needs):
         return f"needs is {policy.needs!r}; it must be a set of kvbench.Need"
     if not isinstance(policy.pins, Pins):
         return f"pins is {policy.pins!r}; it must be kvbench.Pins"

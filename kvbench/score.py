@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 import torch
 from torch import Tensor
 
 from .errors import KvbenchError, PluginError
 from .observe import Observation
-from .policy import Policy
+from .policy import Need, Policy
 
 
 def validated_score(policy: Policy, seen: Observation) -> Tensor:
@@ -18,9 +19,14 @@ def validated_score(policy: Policy, seen: Observation) -> Tensor:
     Raises: PluginError that names the policy when it fails or returns something else; other
     KvbenchErrors of the policy (a model it does not support) pass through.
     """
+    return score_seeing(policy, seen, policy.needs)
+
+
+def score_seeing(policy: Policy, seen: Observation, needs: Set[Need]) -> Tensor:
+    """`validated_score` for a policy that may look at `needs`, whatever it declares."""
     name = policy.name or type(policy).__name__
     try:
-        score = policy.score(seen.limited_to(frozenset(policy.needs)))
+        score = policy.score(seen.limited_to(frozenset(needs)))
     except PluginError as error:
         raise PluginError(f"policy '{name}', layer {seen.layer}: {error}") from error
     except KvbenchError:

