@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -112,18 +113,20 @@ def run(
         )
         raise typer.Exit(INTERRUPTED) from error
     _report(result)
+    if result.failed:
+        raise typer.Exit(FAILED)
 
 
 @app.command()
 def plot(
     paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
-    metric: Annotated[list[str] | None, typer.Option(help="Metrics; default: each task's own.")] = None,
-    out: Annotated[str | None, typer.Option(help="Image file; default: beside the rows.")] = None,
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics; default: each task's main ones.")] = None,
+    out: Annotated[str | None, typer.Option(help="Folder; default: figures/ in the first run.")] = None,
 ) -> None:
     """Draw metrics against budgets from stored rows."""
     from .plot import plot as draw
 
-    for path in draw(paths, split_specs(metric or []) or None, out):
+    for path in draw(paths, ",".join(split_specs(metric or [])) or None, out):
         typer.echo(path)
 
 
@@ -136,15 +139,14 @@ def table(
     ] = None,
 ) -> None:
     """Print means with 95% intervals from stored rows."""
-    formats = {"text": "rich", "md": "md", "csv": "csv", "json": "json"}
-    if format not in formats:
-        raise BadInput(f"--format '{format}': choose one of {', '.join(formats)}")
     from .aggregate import aggregate
     from .results import read_rows
-    from .table import render
+    from .table import FORMATS, render
 
+    if format not in FORMATS:
+        raise BadInput(f"--format '{format}': choose one of {', '.join(FORMATS)}")
     frame = aggregate(read_rows(paths), split_specs(metric or []) or None)
-    typer.echo(render(frame, formats[format]).rstrip("\n"))
+    typer.echo(render(frame, format, _tasks(paths)).rstrip("\n"))
 
 
 @app.command("list")
@@ -209,11 +211,23 @@ def _refuse_unknown(config: RunConfig) -> None:
 def _report(result: RunResult) -> None:
     from .table import render
 
-    typer.echo(render(result.table, "rich").rstrip("\n"))
+    typer.echo(render(result.table, "text", _tasks([str(result.path)])).rstrip("\n"))
     for note in result.notes:
         typer.echo(f"note: {note}")
     typer.echo(f"rows: {result.path}")
     typer.echo(f"next: kvbench plot {result.path}")
+
+
+def _tasks(paths: list[str]) -> dict[str, dict[str, Any]]:
+    """What the manifests say about the tasks, where there are manifests."""
+    from .manifest import MANIFEST, read_manifest
+
+    known: dict[str, dict[str, Any]] = {}
+    for path in map(Path, paths):
+        folder = path.parent if path.is_file() else path
+        if (folder / MANIFEST).is_file():
+            known |= read_manifest(folder).get("tasks", {})
+    return known
 
 
 def _console() -> Console:
