@@ -87,7 +87,9 @@ def answer_rows(
     cache.rewind(after_question, 0)
     cache.rewind(mark)
     outcomes = [
-        Outcome(answer, float(nll), prompt.reference.scored, None if forced.kl is None else float(forced.kl[i]))
+        Outcome(
+            answer, float(nll), prompt.reference.scored, None if forced.kl is None else float(forced.kl[i])
+        )
         for i, (answer, nll) in enumerate(zip(answers, forced.nll.tolist(), strict=True))
     ]
     return outcomes, forced.row0
@@ -114,7 +116,11 @@ def _teacher_force(
     ids = torch.tensor([*prompt.question, *prompt.reference.ids], device=lm.device)
     lead = len(prompt.question) - 1  # logits from this token on predict the reference
     block = max(1, LOGITS_LIMIT // (4 * cache.rows * lm.model.config.vocab_size))
-    first, tokens, greedy, kl, row0 = None, [], [], [], []
+    first: Tensor | None = None
+    tokens: list[Tensor] = []
+    greedy: list[Tensor] = []
+    kl: list[Tensor] = []
+    row0: list[Tensor] = []
     # The last reference token predicts nothing, but on the full cache its attention is observed.
     stop = len(ids) if observer is not None else len(ids) - 1
     begin = 0

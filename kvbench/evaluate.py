@@ -107,11 +107,12 @@ def _read_context(
 ) -> _Context:
     """Prefill the full cache; in the prefill schedule, rank while the queries exist."""
     n = len(prompt.context)
-    longest = max(len(prompt.reference.ids), sample.max_new_tokens, *(len(c.ids) for c in prompt.choices), 0)
-    room = len(prompt.question) + longest
+    room = prompt.room(sample.max_new_tokens)
     ids = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
     rankers = {ranker for cell, ranker in cells.items() if cell.schedule == "prefill"}
-    now = [ranker for ranker in cells.values() if ranker in rankers and Need.FUTURE not in ranker.policy.needs]
+    now = [
+        ranker for ranker in cells.values() if ranker in rankers and Need.FUTURE not in ranker.policy.needs
+    ]
     ranking = Ranking(lm, [list(dict.fromkeys(now))], key, seen=n)
     full = Cache.empty(lm.geometry.layers, n + room)
     started = time.perf_counter()

@@ -35,6 +35,12 @@ class Prompt:
     choices: tuple[Continuation, ...]
     reference: Continuation
 
+    def room(self, new_tokens: int) -> int:
+        """Slots that question and answer may take after the context; new_tokens: generated at most."""
+        return len(self.question) + max(
+            new_tokens, len(self.reference.ids), *(len(choice.ids) for choice in self.choices)
+        )
+
 
 @dataclass(frozen=True)
 class _Rendered:

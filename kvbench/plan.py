@@ -1,0 +1,150 @@
+"""What a run will compute: cells, samples and the keys of their rows, known before weights load."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, is_dataclass
+from typing import TYPE_CHECKING, Any
+
+from .config import FULL, Cell, RunConfig, fingerprint, parse_pins
+from .errors import BadInput
+from .policy import Pins, Policy
+from .registry import spec_of
+from .task import Sample, Setting, Task
+
+if TYPE_CHECKING:
+    from .loop import Ranker
+    from .models import OpenModel
+    from .prompt import Prompt
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """One task with the cells to evaluate.
+
+    cells: each cell with its policy under its pins. specs: each cell's policy as written. full: the
+    cell without eviction, which is always evaluated.
+    """
+
+    task: Task
+    question: str
+    cells: dict[Cell, Ranker]
+    specs: dict[Cell, str]
+    full: Cell
+
+    @property
+    def all_cells(self) -> list[Cell]:
+        return [self.full, *self.cells]
+
+
+def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan:
+    """The cells of one task: every policy at every budget, under the task's or the user's protocol.
+
+    Raises BadInput for a chunked schedule without a chunk size.
+    """
+    from .loop import Ranker
+
+    schedule = config.schedule or ("chunked" if config.chunk else task.schedule)
+    chunk = (config.chunk or task.chunk) if schedule == "chunked" else None
+    if schedule == "chunked" and chunk is None:
+        raise BadInput(f"--schedule chunked: task '{task.name}' has no chunk size of its own, add --chunk N")
+    asked = parse_pins(config.pins)
+    cells, specs = {}, {}
+    for policy in policies:
+        pins = policy.pins if asked is None else asked
+        params = tuple(asdict(policy).items())
+        for budget in config.budgets:
+            cell = Cell(policy.name, params, budget, pins, schedule, chunk)
+            cells[cell] = Ranker(policy, pins)
+            specs[cell] = spec_of(policy)
+    full = Cell(FULL, (), None, Pins(), schedule, chunk)
+    return TaskPlan(task, config.question or task.question, cells, specs, full)
+
+
+@dataclass(frozen=True)
+class Work:
+    """One task's samples, tokenised, and the row keys they need.
+
+    chat: whether the chat template is applied. source, sha256: of the data. items: each sample with
+    its prompt, or with the reason why it is skipped.
+    """
+
+    config: RunConfig
+    plan: TaskPlan
+    opened: OpenModel
+    chat: bool
+    source: str
+    sha256: str
+    items: list[tuple[Sample, Prompt | str]]
+
+    @classmethod
+    def build(cls, config: RunConfig, plan: TaskPlan, opened: OpenModel) -> Work:
+        """Build and tokenise the samples; one that does not fit the model becomes a reason to skip it."""
+        from .prompt import build_prompt, count_tokens, uses_chat
+
+        tokenizer = opened.tokenizer
+        chat = uses_chat(tokenizer, config.template)
+        setting = Setting(
+            seed=config.seed,
+            limit=config.limit,
+            data=config.data,
+            chat=chat,
+            count=lambda sample: count_tokens(sample, tokenizer, chat),
+        )
+        made = plan.task.samples(setting)
+        items: list[tuple[Sample, Prompt | str]] = []
+        for sample in made.samples[: config.limit]:
+            prompt = build_prompt(sample, tokenizer, plan.question, chat)  # type: ignore[arg-type]
+            total = len(prompt.context) + prompt.room(sample.max_new_tokens)
+            reason = f"prompt and answer take {total} tokens, the model reads {opened.geometry.max_length}"
+            items.append((sample, prompt if total <= opened.geometry.max_length else reason))
+        ids = [sample.id for sample, _ in items]
+        if len(set(ids)) < len(ids):
+            raise BadInput(f"task '{plan.task.name}' gives two samples the same id: ids must be unique")
+        return cls(config, plan, opened, chat, made.source, made.sha256, items)
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """The task's part of the manifest."""
+        task = self.plan.task
+        return {
+            "metric": task.metric,
+            "source": task.source,
+            "data": self.source,
+            "data_sha256": self.sha256,
+        }
+
+    def missing(self, done: set[str]) -> list[tuple[Sample, Prompt | str]]:
+        """Samples with at least one cell to compute."""
+        return [
+            (sample, prompt)
+            for sample, prompt in self.items
+            if any(self.key(cell, sample) not in done for cell in self.plan.all_cells)
+        ]
+
+    def configuration(self, cell: Cell) -> dict[str, Any]:
+        """Everything that changes a cell's numbers, except the sample."""
+        task = self.plan.task
+        return {
+            **cell.as_dict(),
+            "task": task.name,
+            "task_params": parameters_of(task),
+            "data_sha256": self.sha256,
+            "model": self.opened.name,
+            "model_sha256": self.opened.sha256,
+            "dtype": str(self.opened.dtype),
+            "question": self.plan.question,
+            "template": "chat" if self.chat else "none",
+            "seed": self.config.seed,
+        }
+
+    def key(self, cell: Cell, sample: Sample) -> str:
+        """The identity of a row: its configuration and its sample."""
+        return fingerprint([fingerprint(self.configuration(cell)), sample.id])
+
+    def keys(self) -> set[str]:
+        return {self.key(cell, sample) for sample, _ in self.items for cell in self.plan.all_cells}
+
+
+def parameters_of(instance: Any) -> dict[str, Any]:
+    """The parameters of a policy or task, defaults included."""
+    return asdict(instance) if is_dataclass(instance) and not isinstance(instance, type) else {}

@@ -1,0 +1,100 @@
+"""From measurements to rows: one line per (cell, sample), with everything needed to read it alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .config import FULL, Cell, fingerprint
+from .registry import spec_of
+from .task import Sample
+
+if TYPE_CHECKING:
+    from .evaluate import Measurement
+    from .models import LoadedModel
+    from .plan import Work
+    from .prompt import Prompt
+
+
+def sample_rows(
+    work: Work, lm: LoadedModel, sample: Sample, prompt: Prompt | str, done: set[str]
+) -> list[dict[str, Any]]:
+    """Evaluate a sample's missing cells and describe them as rows; a skipped sample gives its reason."""
+    from .evaluate import Failure, evaluate
+    from .observe import draw_key
+
+    missing = [cell for cell in work.plan.all_cells if work.key(cell, sample) not in done]
+    if isinstance(prompt, str):
+        return [_known(work, cell, sample) | {"status": "skipped", "reason": prompt} for cell in missing]
+    wanted = {cell: work.plan.cells[cell] for cell in missing if cell in work.plan.cells}
+    key = draw_key(work.config.seed, spec_of(work.plan.task), sample.id)
+    evaluated = evaluate(lm, sample, prompt, wanted, key)
+    found = {work.plan.full: evaluated.full, **evaluated.cells}
+    rows = []
+    for cell in missing:
+        row = _known(work, cell, sample)
+        row |= {"context_tokens": len(prompt.context), "question_tokens": len(prompt.question)}
+        measured = found[cell]
+        if isinstance(measured, Failure):
+            rows.append(row | {"status": "failed", "reason": measured.reason})
+        else:
+            rows.append(row | _measured(work, cell, sample, measured, evaluated.full))
+    return rows
+
+
+def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
+    """The part of a row that is known before anything is measured."""
+    geometry = work.opened.geometry
+    settings = work.configuration(cell)
+    config = fingerprint(settings)
+    for name in ("data_sha256", "model_sha256", "dtype"):
+        settings.pop(name)  # in the manifest; the row's config hash covers them
+    pinned = cell.budget is not None and cell.pins.total > 0 and cell.budget <= cell.pins.total
+    note = f"budget {cell.budget} <= pins {cell.pins.total}: only pinned tokens are kept" if pinned else ""
+    return {
+        "key": work.key(cell, sample),
+        "config": config,
+        **settings,
+        "spec": work.plan.specs.get(cell, FULL),
+        "task_spec": spec_of(work.plan.task),
+        "pins_mode": "none" if cell.budget is None else work.config.pins,
+        "sample": sample.id,
+        "context_tokens": None,
+        "question_tokens": None,
+        "kept": None,
+        "peak": None,
+        "layers": geometry.layers,
+        "evicted_layers": 0 if cell.budget is None else len(geometry.full_layers),
+        "status": "ok",
+        "reason": "",
+        "note": note,
+        "text": "",
+        "gold_label": work.plan.task.label(sample),
+        "label": None,
+        "metrics": {},
+        "times": {},
+    }
+
+
+def _measured(
+    work: Work, cell: Cell, sample: Sample, measured: Measurement, full: Measurement
+) -> dict[str, Any]:
+    """The measured part of a row."""
+    outcome = measured.outcome
+    metrics: dict[str, float] = dict(work.plan.task.score(sample, outcome.answer))
+    metrics |= {"nll": outcome.nll, "nll_tokens": outcome.nll_tokens, "kv_bytes": measured.kv_bytes}
+    if cell.budget is not None:
+        metrics["agreement"] = float(outcome.answer.label == full.outcome.answer.label)
+        metrics["missed_mass"] = measured.missed_mass
+        if outcome.kl is not None:
+            metrics["kl"] = outcome.kl
+        if measured.eviction_cost is not None:
+            metrics["eviction_cost"] = measured.eviction_cost
+    chosen = outcome.answer.loglikelihoods and sample.choices[int(outcome.answer.label)].strip()
+    return {
+        "kept": measured.kept,
+        "peak": measured.peak,
+        "text": outcome.answer.text,
+        "label": chosen or None,
+        "metrics": metrics,
+        "times": measured.times,
+    }
