@@ -190,6 +190,8 @@ def _device(device: str) -> Any:
 
 
 def _is_path(name: str) -> bool:
+    if not name:
+        return False
     return (
         name.startswith((".", "~", os.sep))
         or (name.count("/") > 1 and "@" not in name)

@@ -24,8 +24,8 @@ ARCHS = ("llama", "qwen2", "qwen3", "mistral", "phi3", "sliding")  # sliding: qw
 SPECIAL = ("<|end|>", "<|bos|>", "<|user|>", "<|model|>")  # ids 0..3
 # Merges that make borders interesting: words with their leading space, a word across a join, numbers.
 MERGES = (
-    "Ġ t|h e|Ġt he|i n|i s|Ġ a|Ġ is|o n|e r|Ġ y|e s|Ġy es|Ġ n|Ġn o|A n|An s|w er|Ans wer|l d|o r|w or|wor ld|"
-    "l o|e l|h el|hel lo|Ġ wor|Ġwor ld|: Ġ|Ċ Ċ|1 2|Ġ in"
+    "Ġ t|h e|Ġt he|i n|i s|Ġ a|Ġ is|o n|e r|Ġ y|e s|Ġy es|Ġ n|Ġn o|A n|An s|w er|Ans wer|l d|o r|w or|"
+    "Ġ wor|Ġwor ld|l o|e l|: Ġ|Ċ Ċ|1 2|Ġ in"
 )
 CHAT = (
     "{% for m in messages %}{{ '<|user|>' if m.role == 'user' else '<|model|>' }}"
