@@ -75,7 +75,9 @@ class Bucket:
     def view(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions in use: (row, kv_head, slot, dim), same, (row, kv_head, slot)."""
         keys, values, positions = self.keys[layer], self.values[layer], self.positions[layer]
-        assert keys is not None and values is not None and positions is not None
+        assert keys is not None
+        assert values is not None
+        assert positions is not None
         filled = self.filled[layer]
         return keys[:, :, :filled], values[:, :, :filled], positions[:, :, :filled]
 

@@ -123,14 +123,21 @@ def _read_context(
     return _Context(lm, prompt, sample, ids, room, full, ranking, future, torch.empty(0), prefill_s)
 
 
+def _rankers(cells: dict[Cell, Ranker], future: bool) -> list[Ranker]:
+    """The distinct rankers of the prefill schedule that do, or do not, look at the future."""
+    found = (
+        ranker
+        for cell, ranker in cells.items()
+        if cell.schedule == "prefill" and (Need.FUTURE in ranker.policy.needs) == future
+    )
+    return list(dict.fromkeys(found))
+
+
 def _rank_late(context: _Context, cells: dict[Cell, Ranker]) -> None:
     """Rank for the policies that look at the future, which is known only now."""
-    late = [
-        ranker for cell, ranker in cells.items()
-        if cell.schedule == "prefill" and Need.FUTURE in ranker.policy.needs
-    ]  # fmt: skip
+    late = _rankers(cells, future=True)
     context.ranking.future = context.future.utility
-    context.ranking.wanted = [list(dict.fromkeys(late))]
+    context.ranking.wanted = [late]
     if late:
         rank_stored(context.full, context.ranking, context.future.modules)
 
