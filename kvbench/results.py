@@ -193,7 +193,8 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     """All rows of one or more run folders (or .jsonl files), one per key, the last one winning.
 
     Columns: the row's fields, `metric:NAME` and `time:NAME` (float, NaN where absent). Parameters are
-    JSON text, pins "first,last"; budget and chunk are Int64 with NA. Strings stay strings.
+    JSON text, pins "first,last"; budget and chunk are Int64 with NA; run is the folder as it was named.
+    Strings stay strings.
     Raises: StoreError when a folder has no rows, or rows of a newer kvbench.
     """
     several = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -201,7 +202,7 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     for path in map(Path, several):
         file = path if path.suffix == ".jsonl" else path / ROWS
         data = file.read_bytes() if file.is_file() else b""
-        found = {row["key"]: row for row in _parse(file, data[: data.rfind(b"\n") + 1])}
+        found = {row["key"]: {**row, "run": str(path)} for row in _parse(file, data[: data.rfind(b"\n") + 1])}
         if not found:
             raise StoreError(
                 f"no rows in {path}: make some with `kvbench run --policy all --task boolq "

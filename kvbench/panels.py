@@ -1,0 +1,80 @@
+"""Which aggregated lines may be compared side by side: tables and figures show one panel each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from .config import FULL
+from .metrics import METRICS
+
+SETTING = ["task", "model", "schedule", "chunk", "question", "template", "seed", "pins_mode"]
+SHARED = ["task", "model", "question", "template", "seed"]  # what the full cache depends on
+
+
+def panels(frame: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
+    """Split aggregated lines into what may be compared side by side: (setting, lines).
+
+    The full cache belongs to every panel it is valid for, whatever the schedule and the pins. A
+    `label` column names each curve: the policy, and the run folder where two runs differ.
+    """
+    full = frame[frame["policy"] == FULL]
+    rest = frame[frame["policy"] != FULL]
+    found: list[tuple[dict[str, Any], pd.DataFrame]] = []
+    for _, part in rest.groupby(SETTING, sort=False, dropna=False):
+        setting = {name: part[name].iloc[0] for name in SETTING}
+        own = full[matches(full, setting, SETTING)]
+        lines = pd.concat([own if len(own) else full[matches(full, setting, SHARED)], part])
+        found.append((setting, _labelled(lines)))
+    if rest.empty:
+        for _, part in full.groupby(SETTING, sort=False, dropna=False):
+            found.append(({name: part[name].iloc[0] for name in SETTING}, _labelled(part)))
+    return found
+
+
+def matches(frame: pd.DataFrame, setting: Mapping[str, Any], names: Sequence[str]) -> pd.Series:
+    """Lines that agree with the setting in these columns; a missing value equals a missing one."""
+    keep = pd.Series(True, index=frame.index)
+    for name in names:
+        keep &= _same(frame[name], setting[name])
+    return keep
+
+
+def _same(column: pd.Series, value: Any) -> pd.Series:
+    return column.isna() if pd.isna(value) else (column == value).fillna(False).astype(bool)
+
+
+def _labelled(lines: pd.DataFrame) -> pd.DataFrame:
+    full = (lines["policy"] == FULL) & lines.duplicated(["metric", "policy", "mean", "lo", "hi", "n"])
+    lines = lines[~full]  # the same full cache under two schedules
+    twice = lines.duplicated(["metric", "policy", "budget"], keep=False)
+    several = set(lines.loc[twice, "policy"])
+    labels = [
+        f"{policy} ({run or config[:6]})" if policy in several else policy
+        for policy, run, config in lines[["policy", "run", "config"]].to_numpy()
+    ]
+    return lines.assign(label=labels)
+
+
+def main_metric(lines: pd.DataFrame, task: str, tasks: Mapping[str, Mapping[str, Any]] | None) -> str:
+    """The metric a task is about: what the manifest says, else the first that its lines have.
+
+    tasks: {task or spec: {"metric": name}}.
+    """
+    names = list(dict.fromkeys(lines["metric"]))
+    entry = (tasks or {}).get(task) or (tasks or {}).get(task.split(":")[0]) or {}
+    if entry.get("metric") in names:
+        return str(entry["metric"])
+    return next((name for name in METRICS if name in names), names[0])
+
+
+def describe_setting(setting: Mapping[str, Any]) -> str:
+    """The rules of a panel in a few words, task aside."""
+    chunk = "" if pd.isna(setting["chunk"]) else f" of {setting['chunk']} tokens"
+    pins = "native (each policy's own)" if setting["pins_mode"] == "native" else setting["pins_mode"]
+    return (
+        f"{setting['model']}, {setting['schedule']}{chunk}, question {setting['question']}, "
+        f"pins {pins}, template {setting['template']}, seed {setting['seed']}"
+    )

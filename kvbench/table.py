@@ -1,0 +1,171 @@
+"""Aggregated lines as text, Markdown, CSV or JSON."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from .config import FULL
+from .errors import BadInput
+from .footnotes import footnotes, joined
+from .metrics import METRICS, describe
+from .panels import describe_setting, main_metric, panels
+
+FORMATS = ("text", "md", "csv", "json")
+WIDTH = 140  # columns, where there is no terminal
+COSTS = ("s", "bytes", "pairs")  # units of what is measured along the way
+Tasks = Mapping[str, Mapping[str, Any]]
+
+
+def render(frame: pd.DataFrame, fmt: str = "text", tasks: Tasks | None = None) -> str:
+    """An aggregated frame as one string.
+
+    fmt: "text" and "md" show, per task and setting, one block per metric (the main one first): a
+    row per policy, a column per budget, cells "mean [lo,hi]", footnotes below. "csv" and "json" are
+    the lines themselves, JSON with null for no budget and for no number.
+    tasks: the manifest's section, {task: {"metric": main metric}}.
+    Raises: BadInput for another format.
+    """
+    if fmt == "json":
+        return _json(frame)
+    if fmt == "csv":
+        return frame.to_csv(index=False, lineterminator="\n")
+    if fmt not in FORMATS:
+        raise BadInput(f"--format '{fmt}': choose one of {', '.join(FORMATS)}")
+    parts: list[str] = []
+    for setting, lines in panels(frame):
+        shown, hidden = _blocks(lines, main_metric(lines, setting["task"], tasks))
+        parts.append(_heading(setting, fmt))
+        parts += [_block(lines[lines["metric"] == name], name, fmt) for name in shown]
+        notes = footnotes(lines)
+        if hidden:
+            notes.append(f"Measured too, and in the csv and json formats: {joined(hidden)}.")
+        parts.append("\n".join(f"* {note}" for note in notes))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def headline(frame: pd.DataFrame, tasks: Tasks | None = None) -> pd.DataFrame:
+    """Only the lines of each task's main metric (see render for `tasks`)."""
+    parts = []
+    for task, lines in frame.groupby("task", sort=False):
+        parts.append(lines[lines["metric"] == main_metric(lines, str(task), tasks)])
+    return pd.concat(parts).reset_index(drop=True) if parts else frame
+
+
+def _json(frame: pd.DataFrame) -> str:
+    """One object per line. pins become a pair of numbers."""
+    objects = []
+    for line in frame.astype(object).to_dict("records"):
+        item = {str(name): _plain(value) for name, value in line.items()}
+        if isinstance(item.get("pins"), str):
+            item["pins"] = [int(number) for number in item["pins"].split(",")]
+        objects.append(json.dumps(item))
+    return "[\n" + ",\n".join(objects) + "\n]\n" if objects else "[]\n"
+
+
+def _plain(value: Any) -> Any:
+    """null for what is missing or not finite: JSON has no other way to say it."""
+    if pd.isna(value) or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return int(value) if pd.api.types.is_integer(value) else value
+
+
+def _blocks(lines: pd.DataFrame, main: str) -> tuple[list[str], list[str]]:
+    """Metrics to show, the main one first, and those left to the long formats."""
+    names = [name for name in dict.fromkeys(lines["metric"]) if name not in (main, "majority_rate")]
+    order = [name for name in METRICS if name in names] + [name for name in names if name not in METRICS]
+    costs = [name for name in order if describe(name).unit in COSTS]
+    shown = [name for name in order if name not in costs]
+    if describe(main).unit in COSTS:  # they were asked for
+        return [main, *order], []
+    return [main, *shown], costs
+
+
+def _heading(setting: Mapping[str, Any], fmt: str) -> str:
+    text = f"{setting['task']}: {describe_setting(setting)}"
+    return f"## {text}" if fmt == "md" else text
+
+
+def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
+    """One metric of one panel."""
+    counts = sorted({int(n) for n in lines["n"] if n > 0})
+    if len(counts) > 1:
+        samples = f"n differs: {counts[0]} to {counts[-1]}, cells with fewer say so"
+    else:
+        samples = f"n = {counts[0] if counts else 0}"
+    task = lines["task"].iloc[0]
+    title = f"{task}: {describe(metric).label}, {samples}"
+    header, body = _pivot(lines, metric, counts[-1] if counts else 0)
+    if fmt == "md":
+        return f"### {title}\n\n{_markdown(header, body)}"
+    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="", pad_edge=False)
+    for index, name in enumerate(header):
+        table.add_column(name, justify="right" if index else "left", no_wrap=not index)
+    for row in body:
+        table.add_row(*row)
+    console = Console(
+        file=io.StringIO(),
+        width=shutil.get_terminal_size((WIDTH, 24)).columns,
+        markup=False,  # intervals stand in square brackets
+        emoji=False,
+        highlight=False,
+        color_system=None,
+    )
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
+
+
+def _pivot(lines: pd.DataFrame, metric: str, most: int) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: policies as they come (full first), budgets ascending."""
+    budgets = sorted({int(budget) for budget in lines["budget"].dropna()})
+    full = (lines["policy"] == FULL).any()
+    header = ["policy", *(["full cache"] if full else []), *map(str, budgets)]
+    rows = []
+    for label in dict.fromkeys(lines["label"]):
+        mine = lines[lines["label"] == label]
+        cells = {
+            None if pd.isna(line["budget"]) else int(line["budget"]): _cell(line, metric, most)
+            for line in mine.to_dict("records")
+        }
+        rows.append([label, *([cells.get(None, "")] if full else []), *(cells.get(b, "") for b in budgets)])
+    return header, rows
+
+
+def _cell(line: Mapping[Any, Any], metric: str, most: int) -> str:
+    if line["n"] == 0:
+        return "failed" if line["n_failed"] else "skipped"
+    text = number(line["mean"], metric)
+    if math.isfinite(line["lo"]):
+        text += f" [{number(line['lo'], metric)},{number(line['hi'], metric)}]"
+    return text if line["n"] == most else f"{text} n={line['n']}"
+
+
+def number(value: float, metric: str) -> str:
+    """A value in the precision that suits its unit."""
+    unit = describe(metric).unit
+    if not math.isfinite(value):
+        return str(value)
+    if unit == "bytes":
+        return f"{value / 2**20:.2f}MiB"
+    if unit == "pairs":
+        return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
+    if unit == "0..1":
+        return f"{value:.2f}"
+    digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1
+    return f"{value:.{digits}f}"
+
+
+def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    safe = [[cell.replace("|", "\\|") for cell in row] for row in (header, *rows)]
+    rule = ["---", *["---:"] * (len(header) - 1)]
+    return "\n".join("| " + " | ".join(row) + " |" for row in (safe[0], rule, *safe[1:]))
