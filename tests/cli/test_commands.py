@@ -1,0 +1,157 @@
+"""What the commands pass on and print; the engine itself is not run here."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import kvbench
+from kvbench import cli, runner
+from kvbench.aggregate import aggregate
+from kvbench.config import RunConfig
+from kvbench.registry import POLICIES, TASKS
+from kvbench.results import read_rows
+from tests.store.synthetic import make_run
+
+RUN = ["run", "--policy", "snapkv:window=64,kernel=5,tova", "--policy", "oracle", "--task", "boolq",
+       "--budgets", "100,20", "--budgets", "500"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("runs") / "mine", samples=6)
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[RunConfig]:
+    """The runner, replaced by one that answers with stored rows; gives the configurations it got."""
+    got: list[RunConfig] = []
+
+    def run(config: RunConfig, progress: bool = True) -> runner.RunResult:
+        got.append(config)
+        rows = read_rows(folder)
+        return runner.RunResult(rows, aggregate(rows), folder, ["remember this"], failed=config.seed)
+
+    monkeypatch.setattr(runner, "run", run)
+    return got
+
+
+def invoke(*command: Any) -> Any:
+    return CliRunner().invoke(cli.app, [str(part) for part in command])
+
+
+def test_lists_join_and_options_repeat(engine: list[RunConfig]) -> None:
+    result = invoke(*RUN, "--pins", "4,16", "--limit", "3", "--chunk", "64", "--schedule", "chunked")
+    assert result.exit_code == 0, result.output
+    assert engine == [
+        RunConfig(
+            policies=("snapkv:window=64,kernel=5", "tova", "oracle"),
+            tasks=("boolq",),
+            budgets=(20, 100, 500),
+            pins="4,16",
+            limit=3,
+            chunk=64,
+            schedule="chunked",
+        )
+    ]
+
+
+def test_a_run_ends_with_table_notes_and_the_next_command(engine: list[RunConfig], folder: Path) -> None:
+    result = invoke(*RUN)
+    table, _, rest = result.stdout.partition("note: remember this\n")
+    assert "snapkv" in table
+    assert "accuracy" in table
+    assert f"kvbench plot {folder}" in rest
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_run_with_failed_rows_does_not_exit_green() -> None:
+    assert invoke(*RUN, "--seed", "2").exit_code == cli.FAILED
+
+
+def test_an_interrupted_run_says_what_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def stop(config: RunConfig) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runner, "run", stop)
+    result = invoke(*RUN, "--out", tmp_path)
+    assert result.exit_code == cli.INTERRUPTED
+    assert str(tmp_path) in result.stderr
+    assert "same command" in result.stderr
+
+
+def test_table_formats_agree(folder: Path) -> None:
+    lines = json.loads(invoke("table", folder, "--format", "json", "--metric", "accuracy").stdout)
+    assert {"task", "policy", "budget", "metric", "mean", "lo", "hi", "n"} <= set(lines[0])
+    assert {line["metric"] for line in lines} == {"accuracy"}
+    assert [line["budget"] for line in lines if line["policy"] == "full"] == [None]
+    text = invoke("table", folder, "--format", "csv", "--metric", "accuracy").stdout
+    assert len(list(csv.DictReader(io.StringIO(text)))) == len(lines)
+    markdown = invoke("table", folder, "--format", "md", "--metric", "accuracy,kl").stdout
+    assert "| snapkv" in markdown
+    assert "kl" in markdown
+
+
+def test_plot_prints_the_files_it_wrote(folder: Path, tmp_path: Path) -> None:
+    result = invoke("plot", folder, "--metric", "accuracy", "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    files = result.stdout.split()
+    assert files
+    assert all(Path(name).stat().st_size > 0 for name in files)
+
+
+def test_plot_and_table_work_without_torch(folder: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
+        "from typer.testing import CliRunner; from kvbench.cli import app\n"
+        "for more in (['table'], ['plot', '--out', sys.argv[2]]):\n"
+        "    done = CliRunner().invoke(app, [*more, sys.argv[1], '--metric', 'accuracy'])\n"
+        "    assert done.exit_code == 0, (done.output, done.exception)"
+    )
+    command = [sys.executable, "-c", program, str(folder), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=dict(os.environ))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(("what", "names"), [("policies", POLICIES.names), ("tasks", TASKS.names)])
+def test_list_names_everything_registered(what: str, names: Callable[[], list[str]]) -> None:
+    result = invoke("list", what)
+    assert result.exit_code == 0, result.output
+    listed = {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
+    assert set(names()) <= listed
+    assert "broken" not in result.stdout
+
+
+def test_list_models_names_the_default() -> None:
+    assert RunConfig(("a",), ("b",), (1,)).model in invoke("list", "models").stdout
+
+
+@pytest.mark.parametrize("name", POLICIES.names())
+def test_info_states_the_source_of_every_default(name: str) -> None:
+    result = invoke("info", name)
+    assert result.exit_code == 0, result.output
+    assert POLICIES.get(name).source in result.stdout
+    assert "not stated" not in result.stdout
+    for word in ("ranking", "native pins", "applied repeatedly"):
+        assert word in result.stdout
+
+
+def test_info_shows_given_parameters_beside_the_default() -> None:
+    assert "32, here 64" in invoke("info", "snapkv:window=64").stdout
+
+
+def test_version_and_bare_command() -> None:
+    assert invoke("--version").stdout == f"kvbench {kvbench.__version__}\n"
+    usage = invoke()
+    for command in ("run", "plot", "table", "list", "info", "check"):
+        assert command in usage.output
