@@ -131,8 +131,8 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto") -> OpenMode
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(dtype)
     if kind is None:
         kind = torch.bfloat16 if where.type == "cuda" else torch.float32
+    folder, revision = _folder(name)
     with gguf.quiet_transformers():
-        folder, revision = _folder(name)
         config = transformers.AutoConfig.from_pretrained(folder)
         geometry = read_geometry(config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)

