@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from .bootstrap import Measured, intervals
+from .bootstrap import Floats, Measured, intervals
 from .config import FULL
 from .errors import BadInput, UnknownName
 from .metrics import METRICS, describe
@@ -116,15 +116,19 @@ def _measure(ok: pd.DataFrame, name: str) -> tuple[Measured, str]:
         counts = Counter(rows[source])
         top = min(counts, key=lambda label: (-counts[label], label), default="")
         return Measured(tuple(rows["sample"]), np.array([float(label == top) for label in rows[source]])), top
-    column = _column(ok, "nll" if describe(name).combine == "ppl" else name)
-    if column not in ok:
-        return Measured((), np.empty(0)), ""
-    rows = ok[ok[column].notna()]
-    if describe(name).combine != "ppl":
-        return Measured(tuple(rows["sample"]), rows[column].to_numpy(dtype=float)), ""
-    rows = rows[rows["metric:nll_tokens"].fillna(0) > 0]
-    tokens = rows["metric:nll_tokens"].to_numpy(dtype=float)
-    return Measured(tuple(rows["sample"]), rows[column].to_numpy(dtype=float) * tokens, tokens, log=True), ""
+    pooled = describe(name).combine == "ppl"
+    values = _values(ok, "nll" if pooled else name)
+    weights = _values(ok, "nll_tokens") if pooled else np.ones(len(ok))
+    keep = ~np.isnan(values) & (weights > 0)
+    samples = tuple(ok["sample"].to_numpy(dtype=object)[keep])
+    if pooled:
+        return Measured(samples, (values * weights)[keep], weights[keep], log=True), ""
+    return Measured(samples, values[keep]), ""
+
+
+def _values(ok: pd.DataFrame, name: str) -> Floats:
+    column = _column(ok, name)
+    return ok[column].to_numpy(dtype=float) if column in ok else np.full(len(ok), np.nan)
 
 
 def _column(rows: pd.DataFrame, name: str) -> str:

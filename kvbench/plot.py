@@ -85,8 +85,11 @@ def figure(lines: pd.DataFrame, setting: Mapping[str, Any], looks: Mapping[str, 
         axes = fig.subplots()
         for line in lines[lines["policy"] == FULL].to_dict("records"):
             _draw_full(axes, line, looks[line["label"]])
-        for label in _drawing_order(rest, looks):
-            _draw_policy(axes, rest[rest["label"] == label].sort_values("budget"), looks[label])
+        order = _drawing_order(rest, looks)
+        single = rest["budget"].nunique() == 1  # points of one budget stand side by side
+        for index, label in enumerate(order):
+            shift = 2 ** (0.8 * ((index + 0.5) / len(order) - 0.5)) if single else 1.0
+            _draw_policy(axes, rest[rest["label"] == label].sort_values("budget"), looks[label], shift)
         rate = majority(lines) if metric in CHOICE else None
         if rate is not None:
             text = f"majority rate {rate[0]:.2f}"
@@ -143,13 +146,15 @@ def _full_label(line: Mapping[Any, Any]) -> str:
     return f"{name} (≈{tokens:.0f} pairs)" if math.isfinite(tokens) else name
 
 
-def _draw_policy(axes: Axes, part: pd.DataFrame, look: Style) -> None:
-    budgets = part["budget"].to_numpy(dtype=float)
+def _draw_policy(axes: Axes, part: pd.DataFrame, look: Style, shift: float) -> None:
+    """One curve with its band. shift: factor on the budgets as drawn."""
+    budgets = part["budget"].to_numpy(dtype=float) * shift
     mean, low, high = (part[name].to_numpy(dtype=float) for name in ("mean", "lo", "hi"))
     label = str(part["label"].iloc[0])
     shared: dict[str, Any] = {"color": look.color, "zorder": 2 if look.bracket else 3}
+    marker = look.marker or ({UPPER: "+", LOWER: "x"}[look.line] if len(part) == 1 else "")
     (curve,) = axes.plot(
-        budgets, mean, linestyle=look.line, linewidth=look.width, marker=look.marker, markersize=6, **shared
+        budgets, mean, look.line, linewidth=look.width, marker=marker, markersize=6, **shared
     )
     curve.set_label(
         {LOWER: f"{label} (lower bracket)", UPPER: f"{label} (upper bracket)"}.get(look.line, label)
@@ -192,7 +197,7 @@ def _scale(axes: Axes, lines: pd.DataFrame, metric: str) -> None:
         return
     axes.set_xscale("log", base=2)
     if len(budgets) == 1:
-        axes.set_xlim(budgets[0] / 2, budgets[0] * 2)
+        axes.set_xlim(budgets[0] / 1.5, budgets[0] * 1.5)
     axes.xaxis.set_major_locator(FixedLocator(budgets))
     axes.xaxis.set_major_formatter(FixedFormatter(_tick_labels(budgets)))
     axes.xaxis.set_minor_locator(NullLocator())

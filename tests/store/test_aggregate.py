@@ -1,0 +1,192 @@
+"""Means, intervals and paired differences, against arithmetic done by hand."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvbench.aggregate import aggregate, available, paired
+from kvbench.bootstrap import Measured, intervals
+from kvbench.errors import BadInput, UnknownName
+from kvbench.panels import panels
+from kvbench.results import Store, read_rows
+from tests.store.synthetic import make_run, row
+
+
+def frame_of(tmp_path: Path, rows: list[dict[str, Any]]) -> pd.DataFrame:
+    with Store.open(tmp_path / "run", {}, {}) as store:
+        store.append(rows)
+    return read_rows(tmp_path / "run")
+
+
+def line(frame: pd.DataFrame, metric: str, policy: str = "knorm") -> pd.Series:
+    found = frame[(frame["metric"] == metric) & (frame["policy"] == policy)]
+    assert len(found) == 1
+    return found.iloc[0]
+
+
+def test_means_by_hand(tmp_path: Path) -> None:
+    values = [(1.0, 0.5, 2), (0.0, 1.0, 4), (1.0, 3.0, 6)]
+    rows = [
+        row("knorm", 64, f"s{i}", kept=60 + i, metrics={"accuracy": a, "nll": nll, "nll_tokens": n})
+        for i, (a, nll, n) in enumerate(values)
+    ]
+    frame = aggregate(frame_of(tmp_path, rows))
+    assert line(frame, "accuracy")["mean"] == pytest.approx(2 / 3)
+    assert line(frame, "nll")["mean"] == pytest.approx(1.5)
+    assert line(frame, "ppl")["mean"] == pytest.approx(math.exp((1 + 4 + 18) / 12))
+    assert line(frame, "ppl")["lo"] < line(frame, "ppl")["mean"] < line(frame, "ppl")["hi"]
+    assert line(frame, "kept")["mean"] == line(frame, "accuracy")["kept"] == 61
+    assert line(frame, "prefill_s")["unit"] == "s"
+    assert set(frame["n"]) == {3}
+    assert "nll_tokens" not in set(frame["metric"])
+
+
+def test_interval_equals_the_exact_distribution_of_resampled_means(tmp_path: Path) -> None:
+    rows = [row("knorm", 64, f"s{i}", metrics={"accuracy": float(i < 10)}) for i in range(20)]
+    found = line(aggregate(frame_of(tmp_path, rows), ["accuracy"]), "accuracy")
+    weights = np.array([math.comb(20, k) for k in range(21)]) / 2**20
+    low, high = (np.searchsorted(weights.cumsum(), q) / 20 for q in (0.025, 0.975))
+    assert (found["lo"], found["hi"]) == (low, high)
+
+
+def test_bootstrap_covers_the_truth_about_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(0)
+    items = [Measured(tuple(f"{t}-{i}" for i in range(40)), rng.normal(size=40)) for t in range(100)]
+    covered = np.mean([low < 0 < high for low, high in intervals(items)])
+    assert 0.87 < covered < 0.99  # 0.95, less a little for n = 40; 100 trials have a deviation of 0.022
+
+
+def test_one_sample_has_no_interval(tmp_path: Path) -> None:
+    found = line(aggregate(frame_of(tmp_path, [row("knorm", 64)])), "accuracy")
+    assert (found["mean"], found["n"]) == (1.0, 1)
+    assert math.isnan(found["lo"])
+    assert math.isnan(found["hi"])
+
+
+def test_numbers_depend_neither_on_order_nor_on_company(tmp_path: Path) -> None:
+    rows = read_rows(make_run(tmp_path, samples=9))
+    names = ["accuracy", "kl", "ppl", "label_share"]
+    every = aggregate(rows, names)
+    shuffled = aggregate(rows.sample(frac=1, random_state=3), names)
+    keys = ["task", "policy", "budget", "metric"]
+    numbers = [*keys, "mean", "lo", "hi", "n"]
+
+    def settled(frame: pd.DataFrame) -> pd.DataFrame:
+        return frame[numbers].sort_values(keys).reset_index(drop=True)
+
+    pd.testing.assert_frame_equal(settled(shuffled), settled(every), check_exact=True)
+    alone = aggregate(rows[(rows["spec"] == "tova") & (rows["task"] == "boolq")], ["kl"])
+    same = every[(every["policy"] == "tova") & (every["task"] == "boolq") & (every["metric"] == "kl")]
+    pd.testing.assert_frame_equal(settled(alone), settled(same), check_exact=True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 1},
+        {"chunk": 64, "schedule": "chunked"},
+        {"question": "seen"},
+        {"pins": [4, 16]},
+        {"model": "x"},
+    ],
+)
+def test_configurations_never_mix(tmp_path: Path, change: dict[str, Any]) -> None:
+    rows = [row("knorm", 64), row("knorm", 64, **change, metrics={"accuracy": 0.0})]
+    frame = aggregate(frame_of(tmp_path, rows), ["accuracy"])
+    assert sorted(frame["mean"]) == [0.0, 1.0]
+
+
+def test_skipped_and_failed_are_counted_with_reasons_and_not_averaged(tmp_path: Path) -> None:
+    rows = [
+        row("knorm", 64, "s0"),
+        row("knorm", 64, "s1", status="failed", reason="out of memory", metrics={"accuracy": 0.0}),
+        row("tova", 64, "s0", status="skipped", reason="no queries", metrics={}),
+        row("tova", 64, "s1", status="skipped", reason="no queries", metrics={}),
+    ]
+    frame = aggregate(frame_of(tmp_path, rows), ["accuracy"])
+    found = line(frame, "accuracy")
+    assert (found["mean"], found["n"], found["n_failed"], found["n_skipped"]) == (1.0, 1, 1, 0)
+    assert found["reasons"] == "failed: out of memory (1)"
+    empty = line(frame, "accuracy", "tova")
+    assert (empty["n"], empty["n_skipped"], empty["reasons"]) == (0, 2, "skipped: no queries (2)")
+    assert math.isnan(empty["mean"])
+
+
+def test_choice_tasks_show_majority_rate_and_label_share(tmp_path: Path) -> None:
+    gold, said = ["1", "1", "1", "0"], ["0", "0", "1", "0"]
+    rows = [
+        row("knorm", 64, f"s{i}", gold_label=g, label=p)
+        for i, (g, p) in enumerate(zip(gold, said, strict=True))
+    ]
+    frame = aggregate(frame_of(tmp_path, rows))
+    rate, share = line(frame, "majority_rate"), line(frame, "label_share")
+    assert (rate["mean"], rate["detail"], rate["n"]) == (0.75, "1", 4)
+    assert (share["mean"], share["detail"]) == (0.75, "0")
+    assert math.isnan(rate["lo"])
+    assert line(frame, "accuracy")["majority"] == 0.75
+
+
+def test_unknown_metric_lists_what_the_rows_have(tmp_path: Path) -> None:
+    rows = frame_of(tmp_path, [row("knorm", 64)])
+    assert available(rows) == ["accuracy", "kept", "prefill_s", "answer_s"]
+    with pytest.raises(UnknownName, match="accuracy, answer_s, kept"):
+        aggregate(rows, ["kl"])
+
+
+def test_unloaded_plugins_metric_is_aggregated_all_the_same(tmp_path: Path) -> None:
+    rows = frame_of(tmp_path, [row("knorm", 64, f"s{i}", metrics={"odd_one": float(i)}) for i in range(3)])
+    assert line(aggregate(rows, ["odd_one"]), "odd_one")["mean"] == 1.0
+
+
+def test_paired_differences_use_the_same_samples(tmp_path: Path) -> None:
+    """220 samples, 80 both right, 30 against 12 discordant: p is 0.008 paired, 0.08 if unpaired."""
+    right = [(1.0, 1.0)] * 80 + [(1.0, 0.0)] * 30 + [(0.0, 1.0)] * 12 + [(0.0, 0.0)] * 98
+    rows = []
+    for index, (mine, base) in enumerate(right):
+        rows.append(row("knorm", 64, f"s{index}", metrics={"accuracy": mine}))
+        rows.append(row("tova", 64, f"s{index}", metrics={"accuracy": base}))
+        rows.append(row("tova", 32, f"s{index}", metrics={"accuracy": 1.0}))
+    rows.append(row("knorm", 64, "only here", metrics={"accuracy": 0.0}))
+    (found,) = paired(frame_of(tmp_path, rows), "tova", "accuracy").to_dict("records")
+    assert (found["policy"], found["budget"], found["n"]) == ("knorm", 64, 220)
+    assert found["mean"] == pytest.approx(18 / 220)
+    assert (found["win"], found["tie"], found["loss"]) == (30, 178, 12)
+    assert found["p"] == pytest.approx(0.0079, abs=5e-4)
+    assert 0 < found["lo"] < found["mean"] < found["hi"]
+
+
+def test_paired_with_the_full_cache_and_a_lower_is_better_metric(tmp_path: Path) -> None:
+    rows = [row("full", None, f"s{i}", metrics={"nll": 1.0}) for i in range(4)]
+    rows += [row("knorm", b, f"s{i}", metrics={"nll": 1.0 + i / b}) for b in (2, 4) for i in range(4)]
+    found = paired(frame_of(tmp_path, rows), "full", "nll")
+    assert found["budget"].tolist() == [2, 4]
+    assert found["mean"].tolist() == [0.75, 0.375]
+    assert found[["win", "tie", "loss"]].to_numpy().tolist() == [[0, 1, 3], [0, 1, 3]]
+
+
+def test_paired_refuses_what_it_cannot_pair(tmp_path: Path) -> None:
+    rows = frame_of(tmp_path, [row("knorm", 64), row("tova", 64), row("tova", 64, pins=[4, 0])])
+    with pytest.raises(UnknownName, match="knorm, tova"):
+        paired(rows, "snapkv", "accuracy")
+    with pytest.raises(BadInput, match="several configurations"):
+        paired(rows, "tova", "accuracy")
+
+
+def test_full_cache_joins_every_panel(tmp_path: Path) -> None:
+    chunked = {"schedule": "chunked", "chunk": 64}
+    rows = [row("full", None), row("knorm", 64), row("knorm", 64, **chunked), row("full", None, seed=1)]
+    found = panels(aggregate(frame_of(tmp_path, rows), ["accuracy"]))
+    assert [setting["schedule"] for setting, _ in found] == ["chunked", "prefill"]
+    assert [lines["label"].tolist() for _, lines in found] == [["full", "knorm"]] * 2
+
+
+def test_two_runs_of_one_policy_are_told_apart(tmp_path: Path) -> None:
+    rows = frame_of(tmp_path, [row("knorm", 64), {**row("knorm", 64), "key": "k", "config": "bf16"}])
+    ((_, lines),) = panels(aggregate(rows.assign(run=["a", "b"]), ["accuracy"]))
+    assert lines["label"].tolist() == ["knorm (a)", "knorm (b)"]

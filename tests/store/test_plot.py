@@ -1,0 +1,131 @@
+"""Figures: every curve is there, looks the same everywhere, and comes from stored results alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import matplotlib
+import pandas as pd
+import pytest
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from kvbench.aggregate import aggregate
+from kvbench.errors import UnknownName
+from kvbench.panels import panels
+from kvbench.plot import figure, plot
+from kvbench.results import Store, read_rows
+from kvbench.style import GREY, styles
+from tests.store.synthetic import BUDGETS, POLICIES, STYLE, make_run, row
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_run(tmp_path_factory.mktemp("run"), samples=6)
+
+
+def draw(rows: pd.DataFrame, metric: str, panel: int = 0) -> Figure:
+    setting, lines = panels(aggregate(rows, [metric]))[panel]
+    lines = lines[lines["n"] > 0]
+    return figure(lines, setting, styles([*POLICIES, "full"], STYLE))
+
+
+def test_every_policy_has_its_curve(run: Path) -> None:
+    rows = read_rows(run)
+    fig = draw(rows, "accuracy")
+    (axes,) = fig.axes
+    curves = {line.get_gid(): line for line in axes.get_lines() if line.get_gid()}
+    assert set(curves) == set(POLICIES)
+    assert all(list(line.get_xdata()) == list(BUDGETS) for line in curves.values())
+    mean = aggregate(rows, ["accuracy"]).query("task == 'boolq' and policy == 'tova'")["mean"]
+    assert list(curves["tova"].get_ydata()) == mean.tolist()
+    assert [curves[name].get_linestyle() for name in ("knorm", "snapkv", "random", "oracle")] == [
+        "-", "--", ":", "-.",
+    ]  # fmt: skip
+    assert curves["random"].get_color() == curves["oracle"].get_color() == GREY
+    plain = [curves[name] for name in POLICIES if name not in ("random", "oracle")]
+    assert len({to_hex(line.get_color()) for line in plain}) == len(plain)
+    assert len({line.get_marker() for line in plain}) == len(plain)
+    assert axes.get_xscale() == "log"
+    assert [text.get_text() for text in axes.get_xticklabels()] == [str(budget) for budget in BUDGETS]
+    assert axes.get_xlabel() == "budget (KV pairs per KV head per layer)"
+    assert axes.get_ylabel() == "accuracy (0..1, higher is better)"
+    names = [text.get_text() for text in fig.legends[0].get_texts()]
+    assert names[:2] == ["full cache (≈1003 pairs)", "oracle (upper bracket)"]
+    assert any(name.startswith("majority rate 0.") for name in names)
+
+
+def test_majority_rate_is_only_drawn_where_it_can_be_compared(run: Path) -> None:
+    names = [text.get_text() for text in draw(read_rows(run), "kl").legends[0].get_texts()]
+    assert not any("majority" in name for name in names)
+
+
+def test_files_are_named_by_task_and_metric_and_are_deterministic(run: Path, tmp_path: Path) -> None:
+    before = dict(matplotlib.rcParams)
+    files = plot(run, "accuracy")
+    assert files == [run / "figures" / "boolq-accuracy.png", run / "figures" / "boolq-accuracy.svg"]
+    again = plot(run, "accuracy", out=tmp_path / "again")
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
+    assert b"<dc:date>" not in files[1].read_bytes()
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_without_a_metric_the_main_one_and_those_beside_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvbench.plot._save", lambda fig, folder, name: [folder / f"{name}.svg"])
+    found = {file.name for file in plot(run, out=tmp_path)}
+    beside = ("agreement", "kl", "missed_mass", "eviction_cost")
+    assert found == {f"boolq-{name}.svg" for name in ("accuracy", *beside)} | {
+        f"needle_length=512-{name}.svg" for name in ("string_match", *beside)
+    }
+
+
+def test_unknown_metric_lists_those_of_the_run(run: Path) -> None:
+    with pytest.raises(UnknownName, match=r"not measured here|Known: .*accuracy") as caught:
+        plot(run, "acc_norm")
+    assert "string_match" in str(caught.value)
+
+
+def test_settings_of_one_task_get_a_figure_each(tmp_path: Path) -> None:
+    rows = [row("knorm", 64), row("knorm", 64, question="seen"), row("full", None, question="seen")]
+    with Store.open(tmp_path, {}, {}) as store:
+        store.append(rows)
+    names = [file.name for file in plot(tmp_path, "accuracy")]
+    assert names[::2] == ["boolq-question=seen-accuracy.png", "boolq-question=withheld-accuracy.png"]
+
+
+@pytest.mark.parametrize("budgets", [(), (64,), (64, 66, 512)])
+@pytest.mark.parametrize("samples", [1, 3])
+def test_small_runs_can_be_drawn(tmp_path: Path, budgets: tuple[int, ...], samples: int) -> None:
+    with Store.open(tmp_path, {}, {}) as store:
+        for index in range(samples):
+            store.append([row("full", None, f"s{index}"), *(row("knorm", b, f"s{index}") for b in budgets)])
+    fig = draw(read_rows(tmp_path), "accuracy")
+    fig.draw_without_rendering()
+    labels = [text.get_text() for text in fig.axes[0].get_xticklabels()]
+    assert labels == {(): [], (64,): ["64"], (64, 66, 512): ["64", "", "512"]}[budgets]
+
+
+def test_a_policy_looks_the_same_whatever_else_was_run() -> None:
+    few, many = (
+        styles(["kvp", "knorm"], {}),
+        styles(["knorm", "kvp", "random"], {"random": {"bracket": "lower"}}),
+    )
+    assert few == {name: many[name] for name in few}
+    declared = {"kvp": {"color": "crimson"}, "kvp:lr=1": {"color": "crimson"}}
+    found = styles(["kvp:lr=1", "kvp"], declared)
+    assert found["kvp"].color == "crimson"
+    assert found["kvp:lr=1"].color != "crimson"
+
+
+def test_plotting_and_tables_import_neither_torch_nor_engine() -> None:
+    script = (
+        "import sys, kvbench.plot, kvbench.table\n"
+        "bad = {'torch', 'transformers', 'lm_eval', 'matplotlib.pyplot', 'kvbench.loop', 'kvbench.runner'}\n"
+        "print(sorted(bad & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
