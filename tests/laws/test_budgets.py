@@ -1,0 +1,134 @@
+"""Law 3: exactly the budget is kept, counted in tensors, in every layer and KV head, after every chunk."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench.loop import Target, compress_in_chunks
+from kvbench.policy import Pins
+from tests.laws.lab import (
+    SCHEDULES,
+    SPECS,
+    N,
+    Positions,
+    cells_of,
+    evictions,
+    loaded,
+    prompt_of,
+    ranker_of,
+    trial,
+    try_out,
+    words,
+)  # fmt: skip
+from tests.tiny import ARCHS, HEAD_DIM, KV_HEADS, LAYERS
+
+FLOAT = 4  # bytes
+
+
+def in_chunks(n: int, chunk: int, targets: list[Target]) -> list[dict[Target, Positions]]:
+    """What the targets hold after each chunk of a random context."""
+    lm = loaded("llama")
+    draw = torch.Generator().manual_seed(n)
+    future = {layer: torch.rand(1, KV_HEADS, n, generator=draw) for layer in range(LAYERS)}
+    with torch.inference_mode(), evictions() as (rounds, _):
+        compress_in_chunks(lm, torch.tensor(words(n, n)), chunk, targets, 0, future, 0)
+    return rounds
+
+
+def assert_kept(positions: Tensor, budget: int, seen: int) -> None:
+    """(kv_head, kept): as many as asked for, each once, in order, none from the future."""
+    assert positions.shape == (KV_HEADS, min(budget, seen))
+    assert (positions.diff(dim=-1) > 0).all()
+    assert positions.min() >= 0
+    assert positions.max() < seen
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_kept_is_the_budget(arch: str, schedule: str, spec: str) -> None:
+    done = trial(arch, schedule)
+    full = done.lm.geometry.full_layers
+    for cell in (cell for cell in done.cells if cell.policy == spec):
+        assert cell.budget is not None
+        for kept, seen in zip(done.history(cell), done.ends, strict=True):
+            for layer, positions in enumerate(kept):
+                assert_kept(positions, cell.budget if layer in full else seen, seen)
+        assert done[cell].kept == cell.budget
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_bytes_are_the_formula(arch: str) -> None:
+    """B35: keys and values of the KV heads, not of the query heads."""
+    done = trial(arch, "prefill")
+    full = len(done.lm.geometry.full_layers)
+    for cell in done.cells:
+        pairs = full * (cell.budget or 0) + (LAYERS - full) * N
+        assert done[cell].kv_bytes == 2 * KV_HEADS * pairs * HEAD_DIM * FLOAT
+    assert done.done.full.kv_bytes == 2 * LAYERS * KV_HEADS * N * HEAD_DIM * FLOAT
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_ten_chunks(spec: str) -> None:
+    """B07: one budget for all chunks together, and the sinks are those of the whole context."""
+    target = Target(ranker_of(spec), 16)
+    rounds = in_chunks(320, 32, [target])
+    assert len(rounds) == 10
+    for index, kept in enumerate(rounds, start=1):
+        seen = 32 * index
+        for positions in kept[target]:
+            assert_kept(positions, 16, seen)
+            if spec == "streaming_llm":
+                assert positions.tolist() == [[0, 1, 2, 3, *range(seen - 12, seen)]] * KV_HEADS
+
+
+def test_a_short_last_chunk() -> None:
+    """B10: 1001 tokens in chunks of 64, all policies at three budgets in one loop."""
+    targets = [Target(ranker_of(spec), budget) for spec in SPECS for budget in (20, 100, 500)]
+    rounds = in_chunks(1001, 64, targets)
+    assert len(rounds) == 16
+    for index, kept in enumerate(rounds, start=1):
+        assert set(kept) == set(targets)
+        for target, layers in kept.items():
+            for positions in layers:
+                assert_kept(positions, target.budget, min(64 * index, 1001))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_around_the_context(schedule: str, spec: str) -> None:
+    """B22, B24: one token too many is one token evicted; no policy has a floor of its own."""
+    done = try_out(loaded("llama"), prompt_of(seed=4), cells_of((spec,), (N - 1, N, N + 1, 1), schedule))
+    assert {cell.budget: done[cell].kept for cell in done.cells} == {1: 1, N - 1: N - 1, N: N, N + 1: N}
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_no_state_between_samples(spec: str) -> None:
+    """B17: the fifth sample is treated as the first."""
+    cells = cells_of((spec,), (20,))
+    prompts = [prompt_of(seed=10 * index) for index in range(5)]
+    several = [try_out(loaded("llama"), prompt, cells) for prompt in prompts]
+    alone = try_out(loaded("llama"), prompts[4], cells)
+    (cell,) = cells
+    assert [done[cell].kept for done in several] == [20] * 5
+    assert all(torch.equal(a, b) for a, b in zip(several[4].kept(cell), alone.kept(cell), strict=True))
+    assert several[4][cell].outcome == alone[cell].outcome
+
+
+@pytest.mark.parametrize("pins", [Pins(4, 16), Pins(0, 8), Pins(3, 0)])
+def test_pinned_tokens_stay(pins: Pins) -> None:
+    """At every moment, for every policy; below the pins all policies keep the same tokens."""
+    targets = [Target(ranker_of(spec, pins), budget) for spec in SPECS for budget in (pins.total, 24)]
+    small = [Target(ranker_of(spec, pins), 3) for spec in SPECS]
+    rounds = in_chunks(100, 24, targets + small)
+    for index, kept in enumerate(rounds, start=1):
+        seen = min(24 * index, 100)
+        pinned = {*range(pins.first), *range(seen - pins.last, seen)}
+        for target in targets:
+            for head in torch.cat(kept[target]).tolist():
+                assert pinned <= set(head)
+        for target in small:
+            head = [*range(min(3, pins.first)), *range(seen - max(0, 3 - pins.first), seen)]
+            assert all(positions.tolist() == [head] * KV_HEADS for positions in kept[target])
