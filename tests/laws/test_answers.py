@@ -1,0 +1,258 @@
+"""Positions, small and odd prompts, and rows that end early, are rewound or grow."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvbench.answer import answer_rows
+from kvbench.cache import Cache, Kept
+from kvbench.loop import read
+from kvbench.prompt import Continuation, Prompt
+from tests.laws.lab import (
+    CHUNK,
+    SCHEDULES,
+    SPECS,
+    N,
+    Trial,
+    cells_of,
+    held,
+    loaded,
+    plain,
+    prompt_of,
+    sample_of,
+    trial,
+    try_out,
+    words,
+)  # fmt: skip
+from tests.tiny import ARCHS, KV_HEADS, LAYERS
+
+
+def spans(done: Trial) -> list[tuple[int, int]]:
+    """First and last position of every forward; rows of a forward always share them."""
+    for seen in done.forwards:
+        assert (seen.positions == seen.positions[:1]).all()
+        assert (seen.positions.diff(dim=-1) == 1).all()
+    return [(int(seen.positions[0, 0]), int(seen.positions[0, -1])) for seen in done.forwards]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_positions_count_the_whole_context(schedule: str, spec: str) -> None:
+    """B01: 200 tokens, budget 20: the question is read at 200..206, the answer at 207..."""
+    prompt = prompt_of(200, question=7, reference=5)
+    lm = dataclasses.replace(loaded("llama"), eos_ids=frozenset())
+    cells = cells_of((spec,), (20,), schedule, 64)
+    done = try_out(lm, prompt, cells, sample_of(prompt, new=5))
+    decoding = [(position, position) for position in range(207, 211)]  # the fifth token is never read
+    chunks = [] if schedule == "prefill" else [(0, 63), (64, 127), (128, 191), (192, 199)]
+    full = [(0, 199), (200, 211), *decoding]  # the last reference token is read for its attention
+    assert spans(done) == [*full, *chunks, (200, 210), *decoding]
+
+
+@pytest.mark.parametrize("arch", ["llama", "sliding"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("choices", [False, True])
+@pytest.mark.parametrize("n", [0, 1, 2])
+def test_tiny_contexts(arch: str, schedule: str, choices: bool, n: int) -> None:
+    """B23: all policies, budgets on both sides; where everything is kept, it is the full cache."""
+    prompt = prompt_of(n, seed=n, choices=choices)
+    done = try_out(loaded(arch), prompt, cells_of(SPECS, (1, 2, 500), schedule))
+    for cell in done.cells:
+        assert done[cell].kept == min(cell.budget or 0, n)
+        if (cell.budget or 0) >= n:
+            assert done[cell].outcome.nll == pytest.approx(done.done.full.outcome.nll, abs=1e-5)
+            assert done[cell].outcome.answer.label == done.done.full.outcome.answer.label
+    whole = torch.tensor([[*prompt.context, *prompt.question, *prompt.reference.ids]])
+    logprobs = plain(arch)(whole).logits[0, -1 - len(prompt.reference.ids) : -1].log_softmax(-1)
+    nll = -logprobs.gather(1, torch.tensor(prompt.reference.ids)[:, None]).mean()
+    assert done.done.full.outcome.nll == pytest.approx(float(nll), abs=1e-4)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_question_longer_than_the_context(schedule: str) -> None:
+    prompt = prompt_of(10, question=60)
+    done = try_out(loaded("llama"), prompt, cells_of(SPECS, (4, 10), schedule, 4))
+    assert {done[cell].kept for cell in done.cells if cell.budget == 4} == {4}
+    for cell in (cell for cell in done.cells if cell.budget == 10):
+        assert done[cell].outcome.nll == pytest.approx(done.done.full.outcome.nll, abs=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_choices_without_a_common_token(arch: str) -> None:
+    """Each choice is scored from the cache after the question, whatever was scored before it."""
+    parts = [Continuation(words(size, 50 + size), scored) for size, scored in ((1, 1), (4, 2), (2, 2))]
+    assert len({part.ids[0] for part in parts}) == 3
+    base = prompt_of()
+    done = {}
+    for order in ((0, 1, 2), (2, 0, 1)):
+        prompt = Prompt(base.context, base.question, tuple(parts[i] for i in order), parts[1])
+        trial_ = try_out(loaded(arch), prompt, cells_of(("knorm", "snapkv"), (12,)))
+        for cell in trial_.cells:
+            found = trial_[cell].outcome.answer.loglikelihoods
+            done[order, cell] = [found[order.index(i)] for i in range(3)]
+    for cell in trial_.cells:
+        assert done[(0, 1, 2), cell] == pytest.approx(done[(2, 0, 1), cell], abs=1e-5)
+    start = [*base.context, *base.question]
+    for index, part in enumerate(parts):
+        logits = plain(arch)(torch.tensor([[*start, *part.ids]])).logits[0, len(start) - 1 : -1]
+        each = logits.log_softmax(-1).gather(1, torch.tensor(part.ids)[:, None])[-part.scored :]
+        full = trial_.done.full.outcome.answer.loglikelihoods[(2, 0, 1).index(index)]
+        assert full == pytest.approx(float(each.sum()), abs=1e-4)
+
+
+def written(done: Trial) -> Tensor:
+    """Generated ids of a batch that no row has left: (row, token)."""
+    start = len(done.prompt.context) + len(done.prompt.question)
+    steps = [seen.ids for seen in done.forwards if int(seen.positions[0, 0]) >= start]
+    rows = max(step.shape[0] for step in steps)
+    return torch.cat([step for step in steps if step.shape[0] == rows], 1)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_rows_that_end_do_not_change_the_others(arch: str, schedule: str) -> None:
+    """Every row stops at its own EOS and says what it says when nobody stops."""
+    prompt, cells = prompt_of(), cells_of(SPECS, (8, 33), schedule)
+    endless = dataclasses.replace(loaded(arch), eos_ids=frozenset())
+    free = try_out(endless, prompt, cells, sample_of(prompt, new=15))
+    ids = written(free)  # all but the fifteenth token
+    eos = {int(ids[row, 1 + row % 10]) for row in range(0, ids.shape[0], 2)}  # half the rows end somewhere
+    lm = dataclasses.replace(loaded(arch), eos_ids=frozenset(eos))
+    done = try_out(lm, prompt, cells, sample_of(prompt, new=14))
+    lengths = set()
+    for cell in cells:
+        row = ids[free.row(cell)].tolist()
+        ends = [step for step, token in enumerate(row) if token in eos]
+        expected = row[: ends[0]] if ends else row
+        assert done[cell].outcome.answer.text == lm.tokenizer.decode(expected, skip_special_tokens=True)
+        lengths.add(len(expected))
+    assert len(lengths) > 2
+    batches = [seen.ids.shape[0] for seen in done.forwards if seen.ids.shape[1] == 1]
+    assert len(set(batches)) > 2  # the full cache's own row, all rows, and fewer rows
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stop_strings(schedule: str) -> None:
+    """The answer ends before the first stop string, and rows that met one leave."""
+    prompt, cells = prompt_of(), cells_of(SPECS, (8, 33), schedule)
+    lm = dataclasses.replace(loaded("llama"), eos_ids=frozenset())
+    free = try_out(lm, prompt, cells, sample_of(prompt, new=20))
+    texts = {cell: free[cell].outcome.answer.text for cell in cells}
+    letters = {letter for text in texts.values() for letter in text[1:] if letter.isascii()}
+    stops = tuple(sorted(letters, key=lambda s: -sum(s in text for text in texts.values()))[:2])
+    done = try_out(lm, prompt, cells, sample_of(prompt, new=20, stop=stops))
+    for cell, text in texts.items():
+        cut = min([text.index(stop) for stop in stops if stop in text], default=len(text))
+        assert done[cell].outcome.answer.text == text[:cut]
+    assert len({len(done[cell].outcome.answer.text) for cell in cells}) > 2
+
+
+@pytest.mark.parametrize("first_is_eos", [True, False])
+def test_an_answer_of_nothing(first_is_eos: bool) -> None:
+    prompt = prompt_of()
+    lm = dataclasses.replace(loaded("llama"), eos_ids=frozenset(range(320) if first_is_eos else ()))
+    new = 5 if first_is_eos else 0
+    done = try_out(lm, prompt, cells_of(("knorm",), (8,)), sample_of(prompt, new=new))
+    assert done.done.full.outcome.answer.text == ""
+    assert all(done[cell].outcome.answer.text == "" for cell in done.cells)
+
+
+def compacted(arch: str) -> tuple[Cache, Tensor]:
+    """Rows keeping 0 slots, one, two different tens, and all of a random context."""
+    lm, ids = loaded(arch), torch.tensor(words(N, 0))
+    cache = Cache.empty(LAYERS, 1)
+    read(lm, cache, ids, 0)
+    full = set(lm.geometry.full_layers)
+    everything = torch.arange(N).expand(KV_HEADS, -1)
+    kept = []
+    for size, seed in ((0, 0), (1, 1), (10, 2), (10, 3), (N, 4)):
+        draw = torch.Generator().manual_seed(seed)
+        slots = [torch.randperm(N, generator=draw)[:size].sort().values for _ in range(KV_HEADS)]
+        kept.append(Kept(0, [torch.stack(slots) if i in full else everything for i in range(LAYERS)]))
+    return cache.compact(kept, 3)[0], ids
+
+
+@pytest.mark.parametrize("arch", ["llama", "sliding"])
+@torch.inference_mode()
+def test_questions_do_not_contaminate_each_other(arch: str) -> None:
+    """B15, B16: A then B, B then A, B alone; whether 0, 1, some or all slots were kept."""
+    cache, _ = compacted(arch)
+    lm, before = loaded(arch), cache.mark()
+    state = [held(cache, row) for row in range(cache.rows)]
+    a = prompt_of(question=6, reference=3, seed=0, choices=True)
+    b = Prompt(a.context, words(9, 77), (), Continuation(words(20, 78), 20))
+    first = {name: answer_rows(lm, cache, prompt, sample_of(prompt)) for name, prompt in (("a", a), ("b", b))}
+    again = {name: answer_rows(lm, cache, prompt, sample_of(prompt)) for name, prompt in (("b", b), ("a", a))}
+    fresh, _ = compacted(arch)
+    alone, logprobs = answer_rows(lm, fresh, b, sample_of(b))
+    assert cache.mark() == before
+    assert first["b"][0] == again["b"][0] == alone
+    assert torch.equal(first["b"][1], logprobs)
+    assert first["a"][0] == again["a"][0]
+    for row, positions in enumerate(state):
+        assert all(torch.equal(x, y) for x, y in zip(positions, held(cache, row), strict=True))
+    assert len({outcome.nll for outcome in alone}) == cache.rows
+
+
+@pytest.mark.parametrize("arch", ["llama", "sliding"])
+@torch.inference_mode()
+def test_taking_rows(arch: str) -> None:
+    """Rows that leave do not change those that stay, and the source stays as it is."""
+    lm = loaded(arch)
+    cache, _ = compacted(arch)
+    mark = cache.mark()
+    wanted = read(lm, cache, torch.tensor(words(3, 9)), N)
+    cache.rewind(mark)
+    for rows in ([0], [4], [1, 3], [0, 2, 4], [0, 1, 2, 3, 4]):
+        fewer = cache.take_rows(rows)
+        assert fewer.rows == len(rows)
+        for place, row in enumerate(rows):
+            assert all(torch.equal(x, y) for x, y in zip(held(cache, row), held(fewer, place), strict=True))
+        got = read(lm, fewer, torch.tensor(words(3, 9)), N)
+        torch.testing.assert_close(got, wanted[rows], atol=1e-5, rtol=0)
+    assert cache.mark() == mark
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@torch.inference_mode()
+def test_growing_beyond_the_room(arch: str) -> None:
+    """A cache that was promised one token takes as many as come."""
+    lm, ids = loaded(arch), torch.tensor(words(N, 0))
+    wanted = plain(arch)(ids[None]).logits
+    cache = Cache.empty(LAYERS, 1)
+    parts = [read(lm, cache, piece, CHUNK * i, piece.shape[0]) for i, piece in enumerate(ids.split(CHUNK))]
+    torch.testing.assert_close(torch.cat(parts, 1), wanted, atol=1e-4, rtol=0)
+    cache, _ = compacted(arch)  # room for 3
+    roomy, _ = compacted(arch)
+    for bucket in roomy.buckets:
+        for layer in range(LAYERS):
+            bucket._grow(layer, 500)
+    new = torch.tensor(words(40, 5))
+    assert torch.equal(read(lm, cache, new, N, 40), read(lm, roomy, new, N, 40))
+
+
+@torch.inference_mode()
+def test_rewinding() -> None:
+    """Forgetting all or some of what was read is as if it had never been read."""
+    lm = loaded("llama")
+    cache, _ = compacted("llama")
+    mark = cache.mark()
+    question, other = torch.tensor(words(6, 5)), torch.tensor(words(4, 6))
+    wanted = read(lm, cache, torch.cat((question[:2], other)), N, 4)
+    cache.rewind(mark)
+    read(lm, cache, question, N)
+    cache.rewind(mark, 2)
+    assert cache.mark() == [[length + 2 for length in bucket] for bucket in mark]
+    torch.testing.assert_close(read(lm, cache, other, N + 2, 4), wanted, atol=1e-5, rtol=0)
+    cache.rewind(mark)
+    assert cache.mark() == mark
+
+
+def test_the_full_cell_is_always_there() -> None:
+    done = trial("llama", "prefill")
+    assert done.done.full.outcome.kl is None
+    assert done.done.full.kept == N

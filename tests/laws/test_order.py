@@ -1,0 +1,94 @@
+"""Law 6: neither the order of cells, policies and samples nor their number changes a result."""
+
+from __future__ import annotations
+
+import random
+from unittest.mock import patch
+
+import pytest
+
+import kvbench.evaluate as engine
+from kvbench.config import Cell
+from tests.laws.lab import (
+    BUDGETS,
+    SCHEDULES,
+    SPECS,
+    Trial,
+    cells_of,
+    loaded,
+    prompt_of,
+    same_positions,
+    sample_of,
+    trial,
+    try_out,
+)  # fmt: skip
+from tests.tiny import ARCHS
+
+CLOSE = 1e-5
+
+
+def assert_agree(one: Trial, other: Trial, cell: Cell) -> None:
+    """Same kept sets and answers; continuous numbers within 1e-5."""
+    assert same_positions(one.kept(cell), other.kept(cell)), cell
+    a, b = one[cell], other[cell]
+    assert a.outcome.answer.label == b.outcome.answer.label, cell
+    assert a.outcome.answer.greedy == b.outcome.answer.greedy, cell
+    assert a.outcome.answer.loglikelihoods == pytest.approx(b.outcome.answer.loglikelihoods, abs=CLOSE)
+    assert a.outcome.nll == pytest.approx(b.outcome.nll, abs=CLOSE)
+    assert a.outcome.kl == pytest.approx(b.outcome.kl, abs=CLOSE)
+    assert (a.kept, a.kv_bytes, a.peak) == (b.kept, b.kv_bytes, b.peak)
+    assert a.missed_mass == b.missed_mass
+    assert a.eviction_cost == b.eviction_cost
+
+
+@pytest.mark.parametrize("choices", [False, True])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_order_of_cells(arch: str, schedule: str, choices: bool) -> None:
+    done = trial(arch, schedule, choices)
+    for seed in range(2):
+        cells = list(done.cells.items())
+        random.Random(seed).shuffle(cells)
+        other = try_out(done.lm, done.prompt, dict(cells))
+        for cell in done.cells:
+            assert_agree(done, other, cell)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("arch", ["llama", "sliding"])
+def test_one_cell_or_all(arch: str, schedule: str, spec: str) -> None:
+    for choices in (False, True):
+        done = trial(arch, schedule, choices)
+        for cell in (cell for cell in done.cells if cell.policy == spec):
+            alone = try_out(done.lm, done.prompt, {cell: done.cells[cell]})
+            assert_agree(done, alone, cell)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_batches(arch: str, schedule: str) -> None:
+    """When the rows do not fit in memory together, they answer in several batches."""
+    done = trial(arch, schedule)
+    with patch.object(engine, "ROWS_LIMIT", 1):
+        split = try_out(done.lm, done.prompt, done.cells)
+    assert len(split.rounds) == len(done.cells) * len(done.ends)
+    for cell in done.cells:
+        assert_agree(done, split, cell)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_order_of_samples(arch: str, schedule: str) -> None:
+    """Samples of different kinds and lengths, forwards and backwards: not one bit differs."""
+    cells = cells_of(SPECS, BUDGETS, schedule)
+    prompts = [prompt_of(n, seed=n, choices=n % 2 == 0) for n in (61, 40, 9, 52)]
+
+    def evaluated(indices: list[int]) -> dict[int, Trial]:
+        return {i: try_out(loaded(arch), prompts[i], cells, sample_of(prompts[i])) for i in indices}
+
+    forwards, backwards = evaluated([0, 1, 2, 3]), evaluated([3, 2, 1, 0])
+    for index in range(4):
+        for cell in cells:
+            assert forwards[index][cell].outcome == backwards[index][cell].outcome
+            assert same_positions(forwards[index].kept(cell), backwards[index].kept(cell))
