@@ -79,16 +79,20 @@ class Work:
     @classmethod
     def build(cls, config: RunConfig, plan: TaskPlan, opened: OpenModel) -> Work:
         """Build and tokenise the samples; one that does not fit the model becomes a reason to skip it."""
-        from .prompt import build_prompt, count_tokens, uses_chat
+        from .prompt import build_prompt, count_tokens, render_turns, token_ends, uses_chat
 
         tokenizer = opened.tokenizer
-        chat = uses_chat(tokenizer, config.template)
+        if config.template == "chat" and plan.task.template == "none":
+            raise BadInput(f"--template chat: task '{plan.task.name}' is running text, without a user's turn")
+        chat = uses_chat(tokenizer, config.template) and plan.task.template != "none"
         setting = Setting(
             seed=config.seed,
             limit=config.limit,
             data=config.data,
             chat=chat,
             count=lambda sample: count_tokens(sample, tokenizer, chat),
+            render=lambda turns: render_turns(turns, tokenizer, chat),
+            ends=lambda text: token_ends(text, tokenizer),
         )
         made = plan.task.samples(setting)
         items: list[tuple[Sample, Prompt | str]] = []

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from .errors import BadInput
-from .task import Sample
+from .task import Sample, plain_turns
 
 PROBE = "kvbench probe 7f3a"  # finds the place of the user's text in a template; never a sample's text
 
@@ -95,6 +95,24 @@ def build_prompt(sample: Sample, tokenizer: Any, question: Literal["withheld", "
     return Prompt(ids[:context], ids[context:length], choices, reference)
 
 
+def render_turns(turns: list[dict[str, str]], tokenizer: Any, chat: bool) -> str:
+    """A dialogue as text, for a sample that is `rendered`; no turn of the model is opened after it.
+
+    Raises BadInput for turns that the chat template refuses.
+    """
+    if not chat:
+        return plain_turns(turns)
+    try:
+        return tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception as error:  # jinja raises what the template raises
+        raise BadInput(f"the chat template refuses a dialogue ({error}); use --template none") from error
+
+
+def token_ends(text: str, tokenizer: Any) -> list[int]:
+    """For each token of a text, the index of the first character after it; no special tokens added."""
+    return _tokenise(text, tokenizer, special=False)[1]
+
+
 def end_of_turn(tokenizer: Any) -> int | None:
     """The special token with which the chat template closes the model's turn, if there is one."""
     if not uses_chat(tokenizer, "auto"):
@@ -120,8 +138,8 @@ def _render(sample: Sample, tokenizer: Any, chat: bool) -> _Rendered:
                 "pair, which no tokenizer can read; repair the text"
             ) from None
     content = sample.context + sample.question
-    if not chat:
-        return _Rendered(content + sample.answer_prefix, len(sample.context), special=True)
+    if not chat or sample.rendered:
+        return _Rendered(content + sample.answer_prefix, len(sample.context), special=not chat)
     head, shown, tail = _in_template(content, tokenizer, sample.id)
     # A template may strip the user's text; only leading white space moves the border.
     dropped = 0 if shown == content or not shown else content.index(shown)

@@ -83,7 +83,8 @@ def _measured(
     metrics: dict[str, float] = dict(work.plan.task.score(sample, outcome.answer))
     metrics |= {"nll": outcome.nll, "nll_tokens": outcome.nll_tokens, "kv_bytes": measured.kv_bytes}
     if cell.budget is not None:
-        metrics["agreement"] = float(outcome.answer.label == full.outcome.answer.label)
+        if sample.choices or sample.max_new_tokens:
+            metrics["agreement"] = float(outcome.answer.label == full.outcome.answer.label)
         metrics["missed_mass"] = measured.missed_mass
         if outcome.kl is not None:
             metrics["kl"] = outcome.kl

@@ -19,7 +19,10 @@ class Sample:
     id: unique within the task and its parameters. choices: texts to compare by likelihood, or
     () to generate. reference: the continuation on which nll, kl and future attention are
     measured (the gold answer, as it would follow the prompt). gold: whatever `Task.score` needs.
-    max_new_tokens, stop: limits of a generated answer (tokens; strings that end it).
+    max_new_tokens, stop: limits of a generated answer (tokens; strings that end it). Without choices and
+    with 0 new tokens nothing is answered: only the reference is measured.
+    rendered: context, question and reference are final text, made with `Setting.render`: no template
+    is applied, and special tokens inside the text are read as such.
     """
 
     id: str
@@ -31,6 +34,7 @@ class Sample:
     gold: Any = None
     max_new_tokens: int = 0
     stop: tuple[str, ...] = ()
+    rendered: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,15 @@ class Answer:
         return str(max(range(len(self.loglikelihoods)), key=self.loglikelihoods.__getitem__))
 
 
+def plain_turns(turns: list[dict[str, str]]) -> str:
+    """A dialogue as plain text, for models without a chat template."""
+    return "".join(f"{turn['role'].capitalize()}: {turn['content']}\n" for turn in turns)
+
+
+def _no_tokenizer(text: str) -> list[int]:
+    raise NotImplementedError("this setting has no tokenizer")
+
+
 @dataclass(frozen=True)
 class Setting:
     """What a task may use to build its samples.
@@ -59,6 +72,8 @@ class Setting:
     seed: of generated samples. limit: number of samples asked for (None: all there are).
     data: --data path or None. chat: whether a chat template will be applied (then choices carry no
     leading delimiter). count: tokens of a sample's whole prompt, template and prefix included.
+    render: turns ({"role": ..., "content": ...}) as the model's chat template writes them, or as plain
+    text where there is none. ends: for each token of a text, the index of the first character after it.
     """
 
     seed: int
@@ -66,6 +81,8 @@ class Setting:
     data: str | None
     chat: bool
     count: Callable[[Sample], int]
+    render: Callable[[list[dict[str, str]]], str] = plain_turns
+    ends: Callable[[str], list[int]] = _no_tokenizer
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,8 @@ class Task(ABC):
     source: paper or repository. metric: the main metric's name (see kvbench.metrics).
     question: "withheld" (eviction happens before the question is read) or "seen".
     schedule, chunk: default loop ("prefill", or "chunked" with tokens per chunk).
-    data: one phrase, where the examples come from.
+    template: "auto" (the chat template where there is one) or "none" for running text, which is no
+    user's turn. data: one phrase, where the examples come from.
     """
 
     name: ClassVar[str] = ""
@@ -92,6 +110,7 @@ class Task(ABC):
     question: ClassVar[Literal["withheld", "seen"]] = "seen"
     schedule: ClassVar[Literal["prefill", "chunked"]] = "prefill"
     chunk: ClassVar[int | None] = None
+    template: ClassVar[Literal["auto", "none"]] = "auto"
     data: ClassVar[str] = ""
 
     @abstractmethod
