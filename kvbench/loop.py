@@ -254,6 +254,9 @@ def compress_in_chunks(
                           seconds=done.seconds)  # fmt: skip
         read_and_rank(lm, done.cache, piece, start, ranking)
         alive = [target for target in alive if target.ranker not in ranking.failed]
+        if not alive:  # every policy failed, so nobody waits for the rest of the context
+            done.row_of = {}
+            break
         for target in alive:
             held = done.cache.locate(done.row_of[target])[0].filled[lm.geometry.full_layers[0]]
             done.peak[target] = max(done.peak[target], held)
