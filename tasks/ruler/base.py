@@ -119,14 +119,17 @@ class Ruler(Task):
             return self.sample(f"{setting.seed}-{index}", draft.write(size), setting.chat)
 
         room = self.length - self.max_new_tokens
-        chosen = sample(fill(lambda size: setting.count(sample(size)), room, draft.most))
+        size = fill(lambda size: setting.count(sample(size)), room, draft.most)
+        chosen = sample(size)
         used = setting.count(chosen) + self.max_new_tokens
-        if used < 0.95 * self.length:
-            raise BadInput(
-                f"{self.name}:length={self.length}: all the text there is fills {used} tokens; lower length, "
-                "or give more data"
-            )
-        return chosen
+        if used >= 0.95 * self.length:
+            return chosen
+        if size != draft.most and generator.skip:
+            raise TooShort(used)  # not even one more word of the next document fits
+        raise BadInput(
+            f"{self.name}:length={self.length}: all the text that fits fills {used} tokens; change length, "
+            "or give more data"
+        )
 
     def sample(self, name: str, text: Text, chat: bool) -> Sample:
         """A template opens the model's turn itself, so there the prefix has no leading space."""

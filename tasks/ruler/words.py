@@ -19,7 +19,6 @@ from dataclasses import dataclass
 
 from scipy.special import zeta
 
-from kvbench.config import fingerprint
 from kvbench.data import filler
 from kvbench.policy import param
 from kvbench.registry import register_task
