@@ -16,7 +16,7 @@ import typer
 from . import __version__
 from .config import FULL, RunConfig
 from .errors import BadInput, KvbenchError
-from .registry import POLICIES, TASKS, expand_policies, split_specs
+from .registry import POLICIES, TASKS, expand_policies, expand_tasks, split_specs
 from .spec import split_name
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def _options(
 @app.command()
 def run(
     policy: Annotated[list[str], typer.Option(help="Policies: name or name:param=value, or all.")],
-    task: Annotated[list[str], typer.Option(help="Tasks: name or name:param=value.")],
+    task: Annotated[list[str], typer.Option(help="Tasks: name, name:param=value, or a group.")],
     budgets: Annotated[list[str], typer.Option(help="KV pairs kept per KV head and layer: 20,100,500.")],
     model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
     limit: Annotated[int | None, typer.Option(help="Samples per task; default: all.")] = None,
@@ -203,9 +203,10 @@ def parse_budgets(given: list[str]) -> tuple[int, ...]:
 
 def _refuse_unknown(config: RunConfig) -> None:
     """Look all names up before anything heavy loads; the runner reads the parameters."""
-    for registry, specs in ((POLICIES, expand_policies(config.policies)), (TASKS, config.tasks)):
-        for spec in specs:
-            registry.target(split_name(spec)[0])
+    for spec in expand_policies(config.policies):
+        POLICIES.target(split_name(spec)[0])
+    for spec in expand_tasks(config.tasks):
+        TASKS.target(split_name(spec)[0])
 
 
 def _report(result: RunResult) -> None:

@@ -20,8 +20,8 @@ from .spec import Parameter, build, parameters, spec_of, split_name, split_specs
 from .task import Task
 
 __all__ = [
-    "POLICIES", "TASKS", "Parameter", "Registry", "expand_policies", "parameters", "register",
-    "register_task", "spec_of", "split_specs",
+    "POLICIES", "TASKS", "Parameter", "Registry", "expand_policies", "expand_tasks", "parameters",
+    "register", "register_task", "spec_of", "split_specs",
 ]  # fmt: skip
 
 Kind = TypeVar("Kind", bound=type)
@@ -184,6 +184,37 @@ def expand_policies(specs: Iterable[str]) -> list[str]:
         for one in POLICIES.names() if spec == "all" else [spec]:
             if one != FULL and one not in chosen:
                 chosen.append(one)
+    return chosen
+
+
+def expand_tasks(specs: Iterable[str]) -> list[str]:
+    """Specs with a group replaced by its tasks: "ruler" stands for every registered "ruler/...".
+
+    Parameters of a group go to each of its tasks that has them: "ruler:length=512".
+    Raises: UnknownName for a parameter that no task of the group has.
+    """
+    chosen: list[str] = []
+    for spec in specs:
+        name, values = split_name(spec)
+        names = TASKS.names()
+        group = [] if name in names else [one for one in names if one.startswith(f"{name}/")]
+        chosen += _members(name, group, values) if group else [spec]
+    return chosen
+
+
+def _members(name: str, group: list[str], values: dict[str, str]) -> list[str]:
+    """The specs of a group's tasks, each with the values that it knows."""
+    if not values:
+        return group  # nothing to look up, so nothing is imported
+    known = {one: {parameter.name for parameter in parameters(TASKS.get(one))} for one in group}
+    everywhere = set().union(*known.values())
+    for key in values:
+        if key not in everywhere:
+            raise UnknownName("parameter", key, everywhere, f"Asked of the tasks {name}/...")
+    chosen = []
+    for one in group:
+        mine = ",".join(f"{key}={value}" for key, value in values.items() if key in known[one])
+        chosen.append(f"{one}:{mine}" if mine else one)
     return chosen
 
 

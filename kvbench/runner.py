@@ -18,7 +18,7 @@ from .errors import BadInput, StoreError
 from .plan import Work, plan_task
 from .policy import Policy
 from .progress import progress as progress_bar
-from .registry import POLICIES, TASKS, expand_policies, spec_of
+from .registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
 from .results import Store, read_rows
 from .rows import sample_rows
 from .task import Task
@@ -46,7 +46,7 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
     Raises KvbenchError for anything that cannot be run, before the weights load.
     """
     policies = [POLICIES.parse(spec) for spec in expand_policies(config.policies)]
-    tasks = [TASKS.parse(spec) for spec in config.tasks]
+    tasks = [TASKS.parse(spec) for spec in expand_tasks(config.tasks)]
     path = _early_checks(config, tasks)
     from .models import open_model
 
