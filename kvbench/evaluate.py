@@ -148,7 +148,7 @@ def _eviction_costs(context: _Context) -> dict[Ranker, float]:
     return {
         ranker: eviction_cost(ranking.order(row, ranker), context.utility).mean().item()
         for row, ranker in ranking.orders
-        if ranker not in ranking.failed
+        if (row, ranker) not in ranking.failed
     }
 
 
@@ -186,8 +186,8 @@ def _evaluate_batch(
     utility = context.utility
     done: dict[Cell, Measurement | Failure] = {}
     for cell, target in target_of.items():
-        if target.ranker in compressed.failed:
-            done[cell] = Failure(compressed.failed[target.ranker])
+        if target in compressed.failed:
+            done[cell] = Failure(compressed.failed[target])
             continue
         row = compressed.row_of[target]
         kept, peak, kv_bytes = _held(lm, compressed.cache, row)
@@ -211,10 +211,12 @@ def _compress(
         future = context.future.utility
         return compress_in_chunks(lm, context.ids, cell.chunk, targets, key, future, context.room)
     ranking = context.ranking
-    alive = [target for target in targets if target.ranker not in ranking.failed]
+    reasons = ((target, ranking.failed.get((0, target.ranker))) for target in targets)
+    failed = {target: reason for target, reason in reasons if reason}
+    alive = [target for target in targets if target not in failed]
     cache, rows = evict(lm, context.full, alive, [0] * len(alive), ranking, context.room)
     row_of = dict(zip(alive, rows, strict=True))
-    return Compressed(cache, row_of, ranking.failed, ranking.seconds, dict.fromkeys(alive, n))
+    return Compressed(cache, row_of, failed, ranking.seconds, dict.fromkeys(alive, n))
 
 
 def _positions(lm: LoadedModel, cache: Cache, row: int) -> Tensor:

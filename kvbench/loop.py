@@ -71,7 +71,7 @@ class Ranking:
     """Observer that ranks each full-attention layer for the policies of each row.
 
     wanted: per row, the rankers to apply. key: of random draws. future: u per layer position, if known.
-    orders: (row, ranker) -> per full layer (kv_head, slot). failed: ranker -> what its policy did wrong.
+    orders: (row, ranker) -> per full layer (kv_head, slot). failed: same -> what the policy did wrong.
     seconds: ranker -> time spent in its score and sort.
     """
 
@@ -81,7 +81,7 @@ class Ranking:
     seen: int
     future: dict[int, Tensor] | None = None
     orders: dict[tuple[int, Ranker], list[Tensor]] = field(default_factory=dict)
-    failed: dict[Ranker, str] = field(default_factory=dict)
+    failed: dict[tuple[int, Ranker], str] = field(default_factory=dict)
     seconds: dict[Ranker, float] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
 
@@ -111,13 +111,13 @@ class Ranking:
                 self._rank(row, ranker, seen)
 
     def _rank(self, row: int, ranker: Ranker, seen: Observation) -> None:
-        if ranker in self.failed:
+        if (row, ranker) in self.failed:
             return
         started = time.perf_counter()
         try:
             score = validated_score(ranker.policy, seen)
         except PluginError as error:
-            self.failed[ranker] = str(error)
+            self.failed[row, ranker] = str(error)
             return
         order = rank(score, seen.positions, ranker.pins, seen.seen)
         self.orders.setdefault((row, ranker), []).append(order[0])
@@ -222,13 +222,13 @@ def _all_layers(lm: LoadedModel, cache: Cache, row: int, slots: Tensor | None) -
 class Compressed:
     """Caches after the context was read and evicted.
 
-    cache: rows of kept sets. row_of: target -> row. failed: ranker -> what its policy did wrong.
+    cache: rows of kept sets. row_of: target -> row. failed: target -> what its policy did wrong.
     seconds: ranker -> scoring time. peak: target -> most slots held at any moment, chunk included.
     """
 
     cache: Cache
     row_of: dict[Target, int]
-    failed: dict[Ranker, str]
+    failed: dict[Target, str]
     seconds: dict[Ranker, float]
     peak: dict[Target, int]
 
@@ -250,10 +250,12 @@ def compress_in_chunks(
         for target in alive:
             if target.ranker not in wanted[done.row_of[target]]:
                 wanted[done.row_of[target]].append(target.ranker)
-        ranking = Ranking(lm, wanted, ranking_key, start + piece.shape[0], future, failed=done.failed,
-                          seconds=done.seconds)  # fmt: skip
+        ranking = Ranking(lm, wanted, ranking_key, start + piece.shape[0], future, seconds=done.seconds)
         read_and_rank(lm, done.cache, piece, start, ranking)
-        alive = [target for target in alive if target.ranker not in ranking.failed]
+        for target in alive:
+            if reason := ranking.failed.get((done.row_of[target], target.ranker)):
+                done.failed[target] = reason
+        alive = [target for target in alive if target not in done.failed]
         if not alive:  # every policy failed, so nobody waits for the rest of the context
             done.row_of = {}
             break

@@ -54,6 +54,23 @@ def test_the_same_command_twice(folder: str, tmp_path: Path, schedule: dict[str,
         assert here[key] == row
 
 
+@pytest.mark.usefixtures("toys")
+def test_the_seed_and_the_sample_draw(folder: str, tmp_path: Path) -> None:
+    """Another seed draws again, for `random` alone; two samples of one text do not share draws."""
+    found = {}
+    for seed in (0, 1):
+        settings = config(
+            folder, tmp_path, policies=("random", "knorm"), tasks="laws_toy:twins=true", seed=seed
+        )
+        rows = recorded(settings)[0].rows
+        for policy in ("random", "knorm"):
+            kl = rows[(rows["policy"] == policy) & (rows["budget"] == 8)].sort_values("sample")["metric:kl"]
+            found[policy, seed] = kl.tolist()
+    assert found["knorm", 0] == found["knorm", 1]
+    assert len(set(found["knorm", 0])) == 1  # the texts are the same
+    assert len({*found["random", 0], *found["random", 1]}) == 8
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_the_same_evaluation_twice(arch: str, schedule: str) -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from kvbench.config import Cell
 from kvbench.errors import UnsupportedModel
 from kvbench.evaluate import Failure
 from kvbench.loop import Ranker
-from kvbench.policy import Pins
+from kvbench.observe import Observation
+from kvbench.policy import Need, Pins, Policy
 from tests.laws.lab import (
     BUDGETS,
     CHUNK,
@@ -151,6 +154,52 @@ def test_nothing_but_failing_policies(schedule: str, after: int) -> None:
     for cell in bad:
         assert isinstance(done.done.cells[cell], Failure) == (after < N)
     assert done.done.full.outcome == trial("llama", "prefill").done.full.outcome
+
+
+@dataclass(frozen=True)
+class FailsWithManySlots(Policy):
+    """K-Norm that cannot take more than 40 slots: budget 33 fails in the second chunk, 8 never does."""
+
+    name = "many"
+    needs = frozenset({Need.KEYS})
+
+    def score(self, seen: Observation) -> Tensor:
+        if seen.slots > 40:
+            raise ValueError("too many")
+        return -seen.keys.float().norm(dim=-1)
+
+
+def test_a_failure_is_one_of_a_budget() -> None:
+    """Law 6 holds for failures: a budget that works alone works beside one that does not."""
+    ranker = Ranker(FailsWithManySlots(), Pins())
+    small, large = (Cell("many", (), budget, Pins(), "chunked", CHUNK) for budget in BUDGETS)
+    together = try_out(loaded("llama"), prompt_of(), {large: ranker, small: ranker})
+    alone = try_out(loaded("llama"), prompt_of(), {small: ranker})
+    assert isinstance(together.done.cells[large], Failure)
+    assert same_positions(together.kept(small), alone.kept(small))
+    assert together[small].outcome.nll == pytest.approx(alone[small].outcome.nll, abs=1e-5)
+
+
+@dataclass(frozen=True)
+class FutureAndQueries(Policy):
+    """Asks for two things that are never known together after a prefill."""
+
+    name = "both"
+    needs = frozenset({Need.FUTURE, Need.WINDOW_QUERIES})
+
+    def score(self, seen: Observation) -> Tensor:
+        return seen.future_attention + seen.by_group(seen.window_attention(4).sum(2)).mean(2)
+
+
+def test_queries_that_are_gone_are_an_error() -> None:
+    """Not silently zero."""
+    cell = Cell("both", (), 8, Pins(), "prefill", None)
+    failure = try_out(loaded("llama"), prompt_of(), {cell: Ranker(FutureAndQueries(), Pins())}).done.cells[
+        cell
+    ]
+    assert isinstance(failure, Failure)
+    assert "both" in failure.reason
+    assert "queries" in failure.reason
 
 
 @pytest.mark.usefixtures("toys")

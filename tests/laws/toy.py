@@ -39,14 +39,16 @@ class Toy(Task):
 
     kind: str = param("choices", "none")
     ids: str = param("0123", "none")
+    twins: bool = param(False, "none")
 
     def samples(self, setting: Setting) -> Samples:
         made = [self._sample(int(name)) for name in self.ids]
         return Samples(made, "the laws' own toy", "0" * 64)
 
     def _sample(self, index: int) -> Sample:
-        story = f"hello world, the {index} is in the answer. " * (index + 1)
         name = str(index)
+        number = 3 if self.twins else index
+        story = f"hello world, the {number} is in the answer. " * (number + 1)
         if self.kind == "choices":
             question = "Is the world in it? Ans"
             return Sample(name, story, question, "wer", choices=("wer", "x"), gold=index % 2)
