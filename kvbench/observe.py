@@ -179,10 +179,10 @@ class Observation:
     def _require(self, need: Need) -> None:
         if need not in self.needs:
             raise PluginError(f"{need} was read but not declared in `needs`")
-
-    def _once(self, name: Any, compute: Callable[[], Tensor]) -> Tensor:
         if need is Need.WINDOW_QUERIES and self._queries.shape[2] == 0:
             raise PluginError("after the prefill, where the future is known, its queries are gone")
+
+    def _once(self, name: Any, compute: Callable[[], Tensor]) -> Tensor:
         if name not in self._shared:
             self._shared[name] = compute()
         return self._shared[name]
