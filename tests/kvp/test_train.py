@@ -1,0 +1,296 @@
+"""Training: what it learns, and that the same lesson gives the same weights in every way to get there."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvbench.errors import BadInput, UnknownName
+from kvbench.eviction import eviction_cost
+from kvbench.policies.kvp.objectives import OBJECTIVES, BudgetWeighting, Step, objective
+from kvbench.policies.kvp.scorer import ScorerWeights, scores
+from kvbench.policies.kvp.train import (
+    LEAST,
+    RECIPES,
+    Curriculum,
+    Lesson,
+    TrainConfig,
+    clip_each_agent,
+    learning_rate,
+    standardise,
+    train,
+    validation_cost,
+)
+from kvbench.policy import Pins
+from kvbench.trace import TraceSet, utilities
+from tests.kvp import make
+from tests.kvp.make import KV_HEADS, LAYERS, QUICK
+
+AGENTS = LAYERS * KV_HEADS
+LONG = replace(QUICK, steps=150, objective="softcost")
+
+
+@pytest.fixture(scope="module")
+def lesson(synthetic: TraceSet) -> Lesson:
+    return Lesson.prepare(LONG, synthetic)
+
+
+@pytest.fixture(scope="module")
+def trained(lesson: Lesson) -> ScorerWeights:
+    """150 steps without interruption."""
+    return train(LONG, lesson)[0]
+
+
+def assert_same(one: ScorerWeights, other: ScorerWeights) -> None:
+    for name, tensor in one.tensors().items():
+        assert torch.equal(tensor, other.tensors()[name]), name
+
+
+def test_recipe_of_the_paper() -> None:
+    paper = RECIPES["paper"]
+    values = (paper.steps, paper.lr, paper.warmup, paper.last_lr, paper.clip, paper.hidden)
+    assert values == (4000, 5e-5, 100, 1e-6, 5.0, 256)
+    assert (paper.objective, paper.split, paper.budgets, paper.pins) == ("rl", "uniform", "uniform", "4,16")
+
+
+def test_learning_rate() -> None:
+    paper = RECIPES["paper"]
+    rates = [learning_rate(paper, step) for step in range(paper.steps + 1)]
+    assert rates[0] == pytest.approx(0.01 * 5e-5)
+    assert rates[50] == pytest.approx(5e-5 * 0.505)
+    assert rates[100] == pytest.approx(5e-5)
+    assert rates[2050] == pytest.approx((5e-5 + 1e-6) / 2)
+    assert rates[4000] == pytest.approx(1e-6)
+    assert max(rates) == rates[100]
+    assert rates[:101] == sorted(rates[:101])
+    assert rates[100:] == sorted(rates[100:], reverse=True)
+
+
+def test_each_agent_is_clipped_by_its_own_norm() -> None:
+    draw = torch.Generator().manual_seed(0)
+    tensors = [torch.zeros(3, *shape, requires_grad=True) for shape in ((4, 5), (1, 5), (5, 1))]
+    sizes = torch.tensor([100.0, 0.01, 5.0])
+    for tensor in tensors:
+        tensor.grad = torch.randn(tensor.shape, generator=draw) * sizes.view(-1, 1, 1)
+    before = [tensor.grad.clone() for tensor in tensors if tensor.grad is not None]
+
+    def norm(agent: int, grads: list[torch.Tensor]) -> float:
+        return math.sqrt(sum(grad[agent].square().sum().item() for grad in grads))
+
+    clip_each_agent(tensors, 5.0)
+    after = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    for agent in range(3):
+        wanted = min(5.0, norm(agent, before))
+        assert norm(agent, after) == pytest.approx(wanted, rel=1e-5)
+        for old, new in zip(before, after, strict=True):  # same direction
+            assert torch.allclose(new[agent], old[agent] * wanted / norm(agent, before), rtol=1e-4)
+    assert norm(0, before) > 5 > norm(1, before)
+
+
+def test_inputs_are_standardised_per_agent(lesson: Lesson) -> None:
+    shape = (AGENTS, 2 * make.DIM)
+    weights = ScorerWeights(torch.zeros(shape), torch.ones(shape), *[torch.zeros(1)] * 4)
+    examples = [lesson.course.example(step, Pins()) for step in range(40)]
+    examples[0].keys = examples[0].keys.clone()
+    for example in examples:
+        example.values = example.values.clone()
+        example.values[:, :, 3] = 7  # always the same: carries nothing
+    standardise(weights, iter(examples), "none")
+    seen = torch.cat([example.inputs("none") for example in examples], 1)
+    standard = (seen - weights.mean[:, None]) * weights.scale[:, None]
+    assert standard.mean(1).abs().max() < 1e-4
+    changing = [i for i in range(2 * make.DIM) if i != make.DIM + 3]
+    assert torch.allclose(standard.std(1)[:, changing], torch.tensor(1.0), atol=1e-2)
+    assert standard[:, :, make.DIM + 3].eq(0).all()
+
+
+@pytest.mark.parametrize(
+    ("split", "share"), [("uniform", (0, 0.1)), ("boundary", (1, 1)), ("mix", (0.4, 0.6))]
+)
+def test_visits(synthetic: TraceSet, split: Any, share: tuple[float, float]) -> None:
+    """Every trace as often as the others; the future begins where the split rule says."""
+    course = Curriculum.draw(synthetic, [0, 2, 3], 302, split, seed=1)
+    counts = Counter(trace for trace, _ in course.visits)
+    assert set(counts) == {0, 2, 3}
+    assert max(counts.values()) - min(counts.values()) <= 1
+    at_boundary = sum(n == make.CONTEXT for _, n in course.visits) / 302
+    assert share[0] <= at_boundary <= share[1]
+    assert all(LEAST <= n < make.TOKENS for _, n in course.visits)
+    if split != "boundary":
+        assert {n for _, n in course.visits} == set(range(LEAST, make.TOKENS - 1)) | {make.CONTEXT}
+    assert course.visits == Curriculum.draw(synthetic, [0, 2, 3], 302, split, seed=1).visits
+    assert split == "boundary" or course.visits != Curriculum.draw(synthetic, [0, 2, 3], 302, split, 2).visits
+
+
+def test_an_example_holds_what_competes(synthetic: TraceSet) -> None:
+    course = Curriculum.draw(synthetic, [1], 3, "boundary", seed=0)
+    course.prepare()
+    layers = [synthetic[1].layer(layer) for layer in range(LAYERS)]
+    u = torch.cat([utilities(q, k, make.DIM**-0.5, [make.CONTEXT])[0] for q, k, _ in layers])
+    example = course.example(0, Pins(4, 16))
+    assert example.positions.tolist() == list(range(4, 24))
+    assert torch.equal(example.utility, u[:, 4:24])
+    assert torch.equal(example.keys, torch.cat([k for _, k, _ in layers])[:, 4:24])
+    assert torch.equal(example.values, torch.cat([v for *_, v in layers])[:, 4:24])
+    everything = course.example(0, Pins(20, 20))  # pins that leave nothing to rank are not applied
+    assert everything.positions.tolist() == list(range(make.CONTEXT))
+    inputs = example.inputs("raw")
+    assert inputs.shape == (AGENTS, 20, 2 * make.DIM + 1)
+    assert inputs.dtype == torch.float32
+    assert inputs[:, :, -1].eq(torch.arange(4, 24)).all()
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_every_objective_learns(lesson: Lesson, name: str) -> None:
+    """u is a function of the key here: its own loss falls, and the ranking gets nearly as good as can be."""
+    config = replace(LONG, objective=name)
+    start = train(replace(config, steps=1, lr=1e-9), lesson)[0]
+    weights, cost = train(config, lesson)
+    unlearned = validation_cost(start, lesson.exam, config)
+    assert unlearned > 1.5
+    assert cost < 1 + 0.25 * (unlearned - 1)
+    if name == "rl":  # its loss is only a vehicle for the gradient
+        return
+
+    def loss(weights: ScorerWeights) -> float:
+        example = lesson.exam.example(0, Pins())
+        step = Step(example.utility, BudgetWeighting(), 4, torch.Generator().manual_seed(0))
+        return objective(name)(scores(weights, example.inputs("none")), step).sum().item()
+
+    assert loss(weights) < loss(start)
+
+
+def test_validation_cost_is_the_cost_of_the_ranking(lesson: Lesson, trained: ScorerWeights) -> None:
+    costs = []
+    for step in range(len(lesson.exam.visits)):
+        example = lesson.exam.example(step, Pins())
+        order = scores(trained, example.inputs("none")).argsort(-1, descending=True)
+        costs.append(eviction_cost(order, example.utility).mean().item())
+    assert validation_cost(trained, lesson.exam, LONG) == pytest.approx(sum(costs) / len(costs), rel=1e-5)
+
+
+def test_validation_survives_a_future_without_attention(lesson: Lesson, trained: ScorerWeights) -> None:
+    """Utilities that underflow to 0 leave nothing to lose: cost 1, and no NaN in the card."""
+    exam = replace(lesson.exam, utility={visit: u * 0 for visit, u in lesson.exam.utility.items()})
+    assert validation_cost(trained, exam, LONG) == 1
+
+
+def test_held_out_traces_only_measure(synthetic: TraceSet) -> None:
+    lesson = Lesson.prepare(replace(LONG, validation=0.34), synthetic)
+    assert {trace for trace, _ in lesson.course.visits} == {0, 1, 2, 3}
+    assert {trace for trace, _ in lesson.exam.visits} == {4, 5}
+
+
+def test_two_traces_are_the_least(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match="2 or more"):
+        Lesson.prepare(QUICK, make.synthetic(tmp_path, count=1))
+
+
+@pytest.mark.parametrize("name", ["rl", "softcost", "ranknet"])
+def test_a_seed_decides_everything(synthetic: TraceSet, name: str) -> None:
+    config = replace(QUICK, objective=name)
+    one, other = (train(config, Lesson.prepare(config, synthetic))[0] for _ in range(2))
+    assert_same(one, other)
+    config = replace(config, seed=1)
+    assert not torch.equal(train(config, Lesson.prepare(config, synthetic))[0].w1, one.w1)
+
+
+class Killed(Exception):
+    pass
+
+
+@pytest.mark.parametrize("objective_name", ["softcost", "rl"])
+@pytest.mark.parametrize("died", [100, 130])
+def test_an_interrupted_training_goes_on(
+    lesson: Lesson, tmp_path: Path, died: int, objective_name: str
+) -> None:
+    config, state = replace(LONG, objective=objective_name), tmp_path / "w.state"
+
+    def kill(step: int, reward: float, cost: float | None) -> None:
+        if step > died:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(config, lesson, state, kill)
+    steps: list[int] = []
+    resumed, cost = train(config, lesson, state, lambda step, reward, cost: steps.append(step))
+    assert steps == list(range(101, 151))
+    whole, whole_cost = train(config, lesson)
+    assert_same(resumed, whole)
+    assert cost == whole_cost
+    finished, cost = train(config, lesson, state)  # nothing is left to do
+    assert_same(finished, whole)
+    assert cost == whole_cost
+
+
+def interrupted(lesson: Lesson, state: Path) -> None:
+    train(replace(QUICK, steps=3), lesson, state)
+
+
+def test_a_state_belongs_to_its_recipe_and_traces(lesson: Lesson, tmp_path: Path) -> None:
+    state = tmp_path / "w.state"
+    interrupted(lesson, state)
+    with pytest.raises(BadInput, match=r"w\.state.*another recipe"):
+        train(replace(QUICK, steps=4), lesson, state)
+    others = make.synthetic(tmp_path / "others", seed=50)
+    with pytest.raises(BadInput, match="traces"):
+        train(replace(QUICK, steps=3), Lesson.prepare(replace(QUICK, steps=3), others), state)
+
+
+@pytest.mark.parametrize("damage", ["empty", "text", "cut", "folder"])
+def test_a_broken_state_says_so(lesson: Lesson, tmp_path: Path, damage: str) -> None:
+    state = tmp_path / "w.state"
+    interrupted(lesson, state)
+    data = state.read_bytes()
+    state.unlink()
+    if damage == "folder":
+        state.mkdir()
+    else:
+        state.write_bytes({"empty": b"", "text": b"not a state", "cut": data[: len(data) // 2]}[damage])
+    with pytest.raises(BadInput, match=r"w\.state.*delete it"):
+        train(replace(QUICK, steps=3), lesson, state)
+
+
+@pytest.mark.parametrize("name", ["softcost", "rl"])
+def test_agents_are_independent(synthetic: TraceSet, tmp_path: Path, name: str) -> None:
+    """Other contents of one KV head of one layer change its agent and no other."""
+    config = replace(QUICK, objective=name)
+    changed = make.synthetic(tmp_path, change=(1, 0))
+    one, other = (train(config, Lesson.prepare(config, traces))[0] for traces in (synthetic, changed))
+    for field in ("mean", "scale", "w1", "b1", "w2"):
+        left, right = one.tensors()[field], other.tensors()[field]
+        for agent in range(AGENTS):
+            assert torch.equal(left[agent], right[agent]) == (agent != 1 * KV_HEADS + 0), (field, agent)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"split": "end"}, "uniform, boundary or mix"),
+        ({"budgets": "square"}, "truncated:B"),
+        ({"pins": "native"}, "FIRST,LAST"),
+        ({"steps": 0}, "steps 0"),
+        ({"samples": 1}, "samples 1"),
+        ({"validation": 1.0}, "validation 1.0"),
+        ({"lr": -1.0}, "lr -1.0"),
+        ({"lr": 0.0}, "lr 0.0"),
+        ({"warmup": -1}, "warmup -1"),
+        ({"clip": 0.0}, "clip 0.0"),
+        ({"weight_decay": -0.1}, "weight_decay -0.1"),
+        ({"hidden": 0}, "hidden 0"),
+    ],
+)
+def test_impossible_recipes_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadInput, match=message):
+        replace(RECIPES["cpu"], **change)
+
+
+def test_unknown_objective_is_refused() -> None:
+    with pytest.raises(UnknownName, match="softcost"):
+        TrainConfig(objective="rlhf")
