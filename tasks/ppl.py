@@ -262,7 +262,7 @@ class RunningText(Perplexity):
 
     The text is tokenised once and windows do not overlap; they begin and end where its tokens do. A
     window alone may have a few tokens more or less (its beginning, a BOS): its end moves until the
-    prompt has `length` tokens, to within one where no end gives exactly that. Never in a chat
+    prompt has `length` tokens, or nearly, where one character takes several tokens. Never in a chat
     template: running text is no user's turn. What is left at the end of the text is not used.
 
     Source: the usual sliding evaluation of language models, without overlap.
@@ -289,29 +289,45 @@ class RunningText(Perplexity):
         text = filler() if setting.data is None else read_text(setting.data)
         name = "Python's own reference" if setting.data is None else f"text {setting.data.rpartition('/')[2]}"
         ends = [0, *setting.ends(text)]
-        window = self.length + self.continuation
-        count = (len(ends) - 1) // window
-        if not count:
+        two = ends[min(2, len(ends) - 1)]
+        front = max(0, setting.count(Sample("", text[:two], "", "")) - 2)  # a BOS
+        made: list[Sample] = []
+        start = 0
+        while len(made) != setting.limit:
+            stop, one = self._window(text, ends, start, start + self.length - front, setting)
+            if stop >= len(ends):
+                break
+            made.append(one)
+            start = stop
+        if not made:
             raise BadInput(
-                f"ppl/text: the text has {len(ends) - 1} tokens, one window takes {window}; lower length or "
-                "continuation, or give a longer text"
+                f"ppl/text: the text has {len(ends) - 1} tokens, a window takes "
+                f"{self.length + self.continuation}; lower length or continuation, or give a longer text"
             )
-        starts = [index * window for index in range(count)][: setting.limit]
-        made = [self._window(text, ends, start, setting) for start in starts]
         return Samples(made, name, fingerprint(text))
 
-    def _window(self, text: str, ends: list[int], start: int, setting: Setting) -> Sample:
-        """The window that begins with token `start` of the text."""
-        middle = start + self.length
+    def _window(
+        self, text: str, ends: list[int], start: int, middle: int, setting: Setting
+    ) -> tuple[int, Sample]:
+        """(token after it, the window that begins with token `start`). middle: first guess of its border."""
+        tried: list[tuple[int, int, Sample]] = []
         for _ in range(4):
-            one = self._between(text, ends, start, middle)
+            middle = _whole(ends, middle)
+            stop = _whole(ends, middle + self.continuation)
+            if stop >= len(ends):
+                return stop, Sample("", "", "", "")
+            context, reference = text[ends[start] : ends[middle]], text[ends[middle] : ends[stop]]
+            one = Sample(str(start), context, "", reference)
             missing = self.length - setting.count(one)
+            tried.append((abs(missing), stop, one))
             if not missing:
                 break
-            middle += missing
-        return one
+            middle = max(start + 1, middle + missing)
+        return min(tried, key=lambda found: found[0])[1:]
 
-    def _between(self, text: str, ends: list[int], start: int, middle: int) -> Sample:
-        stop = min(middle + self.continuation, len(ends) - 1)
-        context, reference = text[ends[start] : ends[middle]], text[ends[middle] : ends[stop]]
-        return Sample(str(start), context, "", reference)
+
+def _whole(ends: list[int], index: int) -> int:
+    """The index of the last token that ends with the same character."""
+    while index + 1 < len(ends) and ends[index + 1] == ends[index]:
+        index += 1
+    return index
