@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import __version__
+from .cli_traces import add_commands
 from .config import FULL, RunConfig
 from .errors import BadInput, KvbenchError
 from .registry import POLICIES, TASKS, expand_policies, expand_tasks, split_specs
@@ -236,3 +237,6 @@ def _console() -> Console:
     from rich.console import Console
 
     return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)
+
+
+add_commands(app)

@@ -95,6 +95,7 @@ class Ranking:
             seen = Observation(
                 layer=layer.index,
                 n_layers=self.lm.geometry.layers,
+                full_index=self.lm.geometry.full_layers.index(layer.index),
                 keys=keys[one],
                 values=values[one],
                 positions=positions[one],
@@ -242,7 +243,7 @@ def compress_in_chunks(
     A chunk attends to what was kept and to itself; only then is anything evicted.
     """
     cache = Cache.empty(lm.geometry.layers, min(chunk, ids.shape[0]) + room)
-    done = Compressed(cache, {target: 0 for target in targets}, {}, {}, dict.fromkeys(targets, 0))
+    done = Compressed(cache, dict.fromkeys(targets, 0), {}, {}, dict.fromkeys(targets, 0))
     for start in range(0, ids.shape[0], chunk):
         piece = ids[start : start + chunk]
         alive = list(done.row_of)

@@ -83,7 +83,8 @@ def uniform_at(key: int, positions: Tensor) -> Tensor:
 class Observation:
     """One layer as a policy sees it. Slots are in ascending original position.
 
-    layer, n_layers: index of this layer and their number. keys, values: (batch, kv_head, slot, dim),
+    layer, n_layers: index of this layer and their number. full_index: its index among the layers that
+    are evicted (those with full attention). keys, values: (batch, kv_head, slot, dim),
     as cached (keys after RoPE and QK-norm), in the model's dtype. positions: (batch, kv_head, slot)
     int64, original positions, also after earlier evictions. new: tokens of this chunk, the last
     `new` slots. seen: tokens read so far, evicted ones included. scaling: the model's factor on
@@ -103,6 +104,7 @@ class Observation:
     _queries: Tensor
     _hidden: Tensor | None = None
     _future: Callable[[], Tensor] | None = None
+    full_index: int = 0
     needs: frozenset[Need] = frozenset(Need)
     _shared: dict[Any, Any] = field(default_factory=dict)
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import FULL, Cell, RunConfig, fingerprint, parse_pins
 from .errors import BadInput
-from .policy import Pins, Policy
+from .policy import Pins, Policy, TrainedFor
 from .registry import spec_of
 from .task import Sample, Setting, Task
 
@@ -58,6 +58,34 @@ def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan
             specs[cell] = spec_of(policy)
     full = Cell(FULL, (), None, Pins(), schedule, chunk)
     return TaskPlan(task, config.question or task.question, cells, specs, full)
+
+
+def check_fits(policy: Policy, opened: OpenModel) -> None:
+    """Refuse learned weights on a model that they were not trained for.
+
+    Raises BadInput with the commands that would train them.
+    """
+    geometry = opened.geometry
+    shape = (len(geometry.full_layers), geometry.kv_heads, geometry.head_dim)
+    check_trained(policy, opened.name, TrainedFor(*shape, opened.sha256))
+
+
+def check_trained(policy: Policy, name: str, model: TrainedFor) -> None:
+    """`check_fits` for a model that is known by its name, sizes and fingerprint only."""
+    trained = policy.trained_for
+    if trained is None or trained == model:
+        return
+    asked = (model.layers, model.kv_heads, model.head_dim)
+    fitting = (trained.layers, trained.kv_heads, trained.head_dim)
+    reason = f"have another fingerprint than {name}" if asked == fitting else (
+        f"are for (layers, KV heads, head size) {fitting}, {name} has {asked}"
+    )  # fmt: skip
+    raise BadInput(
+        f"the weights of {spec_of(policy)} {reason}. Train some for it: kvbench trace --model {name} "
+        f"--task needle,ruler/niah_single_2,ruler/niah_multikey_2,ruler/vt --length 350-700 --samples 96 "
+        f"--out traces, then kvbench train --policy {policy.name} --traces traces "
+        f"--out {policy.name}.safetensors, then --policy {policy.name}:weights={policy.name}.safetensors"
+    )
 
 
 @dataclass(frozen=True)

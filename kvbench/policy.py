@@ -55,6 +55,16 @@ class Pins:
         return self.first + self.last
 
 
+@dataclass(frozen=True)
+class TrainedFor:
+    """The only model a learned policy fits: its evicted layers, KV heads, head size and fingerprint."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    sha256: str
+
+
 def param(default: Any, source: str) -> Any:
     """A policy or task parameter: its default and where the default comes from."""
     return field(default=default, metadata={"source": source})
@@ -70,6 +80,7 @@ class Policy(ABC):
     repeated: one sentence, what applying the policy again after each chunk means.
     bracket: "lower" or "upper" for policies that bound the others in a figure.
     color: matplotlib colour; without one, a colour is derived from the name.
+    trainer: "module:function" behind `kvbench train --policy NAME`, for policies that learn.
     """
 
     name: ClassVar[str] = ""
@@ -79,10 +90,16 @@ class Policy(ABC):
     repeated: ClassVar[str] = "scores kept and new tokens again after each chunk"
     bracket: ClassVar[str | None] = None
     color: ClassVar[str | None] = None
+    trainer: ClassVar[str | None] = None
 
     @property
     def pins(self) -> Pins:
         return Pins()
+
+    @property
+    def trained_for(self) -> TrainedFor | None:
+        """The model that learned weights fit, or None when the policy fits every model."""
+        return None
 
     @abstractmethod
     def score(self, seen: Observation) -> Tensor:

@@ -15,7 +15,7 @@ import pandas as pd
 from .aggregate import aggregate
 from .config import RunConfig, fingerprint
 from .errors import BadInput, StoreError
-from .plan import Work, plan_task
+from .plan import Work, check_fits, plan_task
 from .policy import Policy
 from .progress import progress as progress_bar
 from .registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
@@ -45,12 +45,14 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
     Rows already in the run folder are not computed again. progress: show a bar on stderr.
     Raises KvbenchError for anything that cannot be run, before the weights load.
     """
-    policies = [POLICIES.parse(spec) for spec in expand_policies(config.policies)]
     tasks = [TASKS.parse(spec) for spec in expand_tasks(config.tasks)]
     path = _early_checks(config, tasks)
+    policies = [POLICIES.parse(spec) for spec in expand_policies(config.policies)]
     from .models import open_model
 
     opened = open_model(config.model, config.device, config.dtype)
+    for policy in policies:
+        check_fits(policy, opened)
     work = [Work.build(config, plan_task(config, task, policies), opened) for task in tasks]
     fixed = {
         "model": opened.name,
@@ -59,7 +61,7 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
         "dtype": str(opened.dtype).removeprefix("torch."),
         "device": opened.device.type,
     }
-    extra = {"style": _style(policies), "tasks": {spec_of(item.plan.task): item.info for item in work}}
+    extra = {"style": style_of(policies), "tasks": {spec_of(item.plan.task): item.info for item in work}}
     with Store.open(path, fixed, extra) as store:
         missing = sum(len(item.missing(store.done)) for item in work)
         if missing:
@@ -104,7 +106,7 @@ def _default_folder(config: RunConfig) -> Path:
     return Path("results") / f"{names[:60]}-{model[-40:]}-{fingerprint(own)[:8]}"
 
 
-def _style(policies: list[Policy]) -> dict[str, dict[str, Any]]:
+def style_of(policies: list[Policy]) -> dict[str, dict[str, Any]]:
     """How each policy is drawn, so that plotting needs no policy code."""
     return {
         spec_of(policy): {

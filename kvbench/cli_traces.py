@@ -1,0 +1,125 @@
+"""The commands of offline learning: record traces, train a policy on them, measure rankings on them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from .errors import BadInput
+from .registry import POLICIES, TASKS, expand_policies, expand_tasks, split_specs
+from .spec import split_name
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register trace, train and eviction-error."""
+    app.command()(trace)
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(context_settings=settings)(train)
+    app.command("eviction-error")(eviction_error)
+
+
+def trace(
+    task: Annotated[list[str], typer.Option(help="Tasks to sample from, taking turns.")],
+    samples: Annotated[int, typer.Option(help="Traces to record in all.")],
+    out: Annotated[str, typer.Option(help="Folder for the traces.")],
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
+    length: Annotated[str | None, typer.Option(help="Tokens per sample: 512, or a range 350-700.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
+    data: Annotated[str | None, typer.Option(help="File with the task's samples.")] = None,
+    under: Annotated[
+        str | None, typer.Option(help="POLICY:BUDGET: record the future as it is after that eviction.")
+    ] = None,
+    store: Annotated[str, typer.Option(help="float16, bfloat16 or float32 on disk.")] = "float16",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+) -> None:
+    """Record queries, keys and values of every layer, one forward pass per sample. Resumes."""
+    specs = expand_tasks(split_specs(task))
+    for spec in specs:
+        TASKS.target(split_name(spec)[0])
+    from .collect import TraceConfig, collect
+
+    config = TraceConfig(
+        tasks=tuple(specs), samples=samples, out=out, model=model, length=length, seed=seed,
+        data=data, under=under, store=store, device=device, dtype=dtype,
+    )  # fmt: skip
+    found = collect(config, announce=typer.echo)
+    typer.echo(f"{len(found)} traces in {out}")
+    typer.echo(f"next: kvbench train --policy kvp --traces {out} --out kvp.safetensors")
+
+
+def train(
+    ctx: typer.Context,
+    policy: Annotated[str, typer.Option(help="A policy that learns.")],
+    traces: Annotated[str, typer.Option(help="Folder that `kvbench trace` wrote.")],
+    out: Annotated[str, typer.Option(help="File for the weights.")],
+    recipe: Annotated[str | None, typer.Option(help="Named settings; default: the trainer's first.")] = None,
+) -> None:
+    """Train a policy on recorded traces. Resumes; the same seed gives the same weights.
+
+    Any setting of the recipe is an option of its own: --steps 500 --split boundary --objective softcost.
+    """
+    from pathlib import Path
+
+    from .training import trainer_of
+
+    trainer = trainer_of(POLICIES.get(policy))
+    chosen = trainer.recipe(recipe, _pairs(ctx.args))
+    card = trainer.train(chosen, Path(traces), Path(out), typer.echo)
+    typer.echo(f"{out}: validation cost {card['validation_cost']:.3f} after {card['seconds']:.0f} s")
+    typer.echo(f"next: kvbench run --policy {policy}:weights={out} --task needle --budgets 64,128 --limit 8")
+
+
+def eviction_error(
+    traces: Annotated[str, typer.Option(help="Folder that `kvbench trace` wrote.")],
+    policy: Annotated[list[str], typer.Option(help="Policies, or all.")],
+    budgets: Annotated[list[str] | None, typer.Option(help="Budgets of the missed mass.")] = None,
+    split: Annotated[str, typer.Option(help="boundary or uniform: where the future begins.")] = "boundary",
+    splits: Annotated[int, typer.Option(help="Uniform split points per trace.")] = 4,
+    pins: Annotated[str, typer.Option(help="native, none, or FIRST,LAST.")] = "none",
+    baseline: Annotated[str | None, typer.Option(help="Compare every policy with this one, paired.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Traces to use; default: all.")] = None,
+    per_head: Annotated[bool, typer.Option(help="Write the mean cost of every layer and KV head.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of split points and random policies.")] = 0,
+    out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
+) -> None:
+    """Eviction cost and missed mass of policies on recorded traces, without any model call."""
+    import json
+
+    from .aggregate import aggregate, paired
+    from .cli import parse_budgets
+    from .eviction_error import ErrorConfig, measure
+    from .results import read_rows
+    from .table import render
+
+    specs = tuple(expand_policies(split_specs(policy)))
+    for spec in specs:
+        POLICIES.target(split_name(spec)[0])
+    extra: dict[str, Any] = {"budgets": parse_budgets(budgets)} if budgets else {}
+    config = ErrorConfig(
+        traces, specs, split=split, splits=splits, pins=pins, seed=seed, limit=limit, out=out, **extra
+    )
+    path, heads = measure(config)
+    rows = read_rows(path)
+    typer.echo(render(aggregate(rows, ["eviction_cost", "missed_mass"]), "text").rstrip("\n"))
+    if baseline:
+        first = rows[rows["budget"] == min(config.budgets)]
+        typer.echo(paired(first, baseline, "eviction_cost").to_string(index=False))
+    if per_head:
+        (path / "per_head.json").write_text(json.dumps(heads))
+        typer.echo(f"per head: {path / 'per_head.json'}")
+    typer.echo(f"rows: {path}")
+    typer.echo(f"next: kvbench plot {path} --metric missed_mass")
+
+
+def _pairs(arguments: list[str]) -> dict[str, str]:
+    """`--name value` or `--name=value` pairs. Raises BadInput for anything else."""
+    pairs: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        if not option.startswith("--") or not (equals or rest):
+            raise BadInput(f"'{option}': write settings of the recipe as --name value")
+        pairs[option[2:].replace("-", "_")] = value if equals else rest.pop(0)
+    return pairs

@@ -1,0 +1,66 @@
+"""`kvbench train --policy kvp`: from a folder of traces to a file of weights with its card."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from kvbench.trace import TraceSet
+from kvbench.training import Report, Trainer
+
+from .checkpoint import write_weights
+from .scorer import ScorerShape, ScorerWeights
+from .train import RECIPES, Lesson, TrainConfig, train
+
+
+def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> dict[str, Any]:
+    """Train on the traces and write the weights; resumes from `out`.state when it is there.
+
+    report: told progress in words. Returns the card: data, recipe, seed, steps, validation cost,
+    model and its fingerprint.
+    """
+    traces = TraceSet(folder)
+    started = time.perf_counter()
+
+    def told(step: int, reward: float, cost: float | None) -> None:
+        if cost is not None:
+            rate = (time.perf_counter() - started) / max(1, step)
+            report(
+                f"step {step}/{recipe.steps}  reward {reward:.3f}  validation cost {cost:.3f}  "
+                f"{rate:.2f} s/step"
+            )
+
+    state = out.with_name(out.name + ".state")
+    report("computing utilities of every visited split")
+    lesson = Lesson.prepare(recipe, traces)
+    weights, cost = train(recipe, lesson, resume=state, report=told)
+    card = make_card(recipe, traces, cost) | {"seconds": round(time.perf_counter() - started, 1)}
+    write(out, weights, recipe, traces, card)
+    state.unlink(missing_ok=True)
+    return card
+
+
+def make_card(recipe: TrainConfig, traces: TraceSet, cost: float) -> dict[str, Any]:
+    """What the weights are: model, data, recipe (with seed and steps) and validation cost."""
+    return {
+        "policy": "kvp",
+        "model": traces.header["model"],
+        "model_sha256": traces.header["model_sha256"],
+        "data": {key: traces.header[key] for key in ("tasks", "length", "seed", "under")},
+        "traces": len(traces),
+        "recipe": asdict(recipe),
+        "validation_cost": cost,
+    }
+
+
+def write(
+    out: Path, weights: ScorerWeights, recipe: TrainConfig, traces: TraceSet, card: dict[str, Any]
+) -> None:
+    """Write weights and card to one file."""
+    shape = ScorerShape(traces.layers, traces.kv_heads, traces.dim, recipe.hidden, recipe.position)
+    write_weights(out, weights, shape, card)
+
+
+TRAINER = Trainer(recipes={"cpu": RECIPES["cpu"], "paper": RECIPES["paper"]}, train=train_file)

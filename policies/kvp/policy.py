@@ -1,0 +1,79 @@
+"""KVP: a learned score of each cached token, from its key, its value and its position alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from torch import Tensor
+
+from kvbench.errors import BadInput
+from kvbench.observe import Observation
+from kvbench.policy import Need, Pins, Policy, TrainedFor, param
+from kvbench.registry import register
+
+from .checkpoint import read_weights
+from .scorer import ScorerShape, ScorerWeights, fast_scores, position_features
+
+WEIGHTS = Path(__file__).parent / "weights"
+SUFFIX = ".safetensors"
+
+
+@register("kvp", source="arXiv:2602.10238")
+@dataclass(frozen=True)
+class KVP(Policy):
+    """Ranks tokens by a small MLP per KV head, trained offline to predict future attention.
+
+    weights: `ruler` or `dialogue` (shipped, for SmolLM2-135M-Instruct), or the path of a file that
+    `kvbench train --policy kvp` wrote. Weights fit one model only.
+    Shapes: score (batch, kv_head, slot) float32, unitless.
+    Source: arXiv:2602.10238, sections 3.1 and A.2; first 4 and last 16 positions pinned as there.
+    Differs: see the card of the weights for the recipe (`kvbench info kvp`).
+    """
+
+    needs = frozenset({Need.KEYS, Need.VALUES})
+    ranking = "native: by descending score; the first 4 and last 16 tokens are pinned before it"
+    repeated = "scores use original positions, so kept tokens score the same again"
+    color = "#000000"
+    trainer = "kvbench.policies.kvp.command:TRAINER"
+
+    weights: str = param("ruler", "trained on RULER-style traces, as the paper's KVP-R")
+
+    @property
+    def pins(self) -> Pins:
+        return Pins(first=4, last=16)
+
+    @property
+    def trained_for(self) -> TrainedFor:
+        _, shape, model = load(self.weights)
+        return TrainedFor(shape.layers, shape.kv_heads, shape.dim, model)
+
+    def score(self, seen: Observation) -> Tensor:
+        agents, shape, _ = load(self.weights)
+        layer = agents[seen.full_index].to(seen.keys.device)
+        return fast_scores(layer, seen.keys, seen.values, position_features(seen.positions, shape.position))
+
+
+def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, str]:
+    """Per-layer agents ready for inference, their shape, and the fingerprint of their model.
+
+    A file is read once, and again when it has changed. Raises BadInput for what is no weights file.
+    """
+    shipped = {file.name.removesuffix(SUFFIX): file for file in sorted(WEIGHTS.glob("*" + SUFFIX))}
+    path = shipped.get(weights, Path(weights).expanduser())
+    if not path.is_file():
+        raise BadInput(
+            f"kvp:weights={weights}: neither a file nor one of the shipped weights "
+            f"({', '.join(shipped) or 'none'}); train some with kvbench train --policy kvp"
+        )
+    state = path.stat()
+    return _read(path, (state.st_ino, state.st_mtime_ns, state.st_size))
+
+
+@lru_cache(maxsize=32)
+def _read(path: Path, state: tuple[int, ...]) -> tuple[list[ScorerWeights], ScorerShape, str]:
+    stacked, shape, card = read_weights(path)
+    folded = stacked.folded()
+    agents = [folded.agents_of(layer, shape.kv_heads) for layer in range(shape.layers)]
+    return agents, shape, card["model_sha256"]
