@@ -86,11 +86,11 @@ def answer_rows(
         answers = _generate(lm, cache, sample, forced.first, position)
     cache.rewind(after_question, 0)
     cache.rewind(mark)
+    kl = [None] * cache.rows if forced.kl is None else forced.kl.tolist()
+    scored = prompt.reference.scored
     outcomes = [
-        Outcome(
-            answer, float(nll), prompt.reference.scored, None if forced.kl is None else float(forced.kl[i])
-        )
-        for i, (answer, nll) in enumerate(zip(answers, forced.nll.tolist(), strict=True))
+        Outcome(answer, nll, scored, divergence)
+        for answer, nll, divergence in zip(answers, forced.nll.tolist(), kl, strict=True)
     ]
     return outcomes, forced.row0
 

@@ -109,11 +109,7 @@ def _read_context(
     n = len(prompt.context)
     room = prompt.room(sample.max_new_tokens)
     ids = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
-    rankers = {ranker for cell, ranker in cells.items() if cell.schedule == "prefill"}
-    now = [
-        ranker for ranker in cells.values() if ranker in rankers and Need.FUTURE not in ranker.policy.needs
-    ]
-    ranking = Ranking(lm, [list(dict.fromkeys(now))], key, seen=n)
+    ranking = Ranking(lm, [_rankers(cells, future=False)], key, seen=n)
     full = Cache.empty(lm.geometry.layers, n + room)
     started = time.perf_counter()
     if n:
