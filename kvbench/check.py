@@ -86,7 +86,7 @@ def _finding(law: str, fault: str) -> Finding:
 
 def _score_all(policy: Policy) -> Scored:
     found = Scored()
-    for specimen in specimens():
+    for specimen in specimens(policy.trained_for):
         seen = specimen.observe()
         try:
             found.scores[specimen] = validated_score(policy, seen)

@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import BadInput
-from .registry import POLICIES, TASKS, expand_policies, expand_tasks, split_specs
+from .errors import BadInput, UnknownName
+from .registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of, split_specs
 from .spec import split_name
 
 
@@ -96,6 +96,11 @@ def eviction_error(
     specs = tuple(expand_policies(split_specs(policy)))
     for spec in specs:
         POLICIES.target(split_name(spec)[0])
+    if baseline:
+        compared = [spec_of(POLICIES.parse(spec)) for spec in specs]
+        baseline = spec_of(POLICIES.parse(baseline))
+        if baseline not in compared:
+            raise UnknownName("policy", baseline, compared, "The baseline is one of --policy.")
     extra: dict[str, Any] = {"budgets": parse_budgets(budgets)} if budgets else {}
     config = ErrorConfig(
         traces, specs, split=split, splits=splits, pins=pins, seed=seed, limit=limit, out=out, **extra

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -85,6 +86,7 @@ def _policy_facts(policy: Policy) -> list[list[str]]:
         ["native pins", _pins(policy.pins)],
         ["ranking", policy.ranking],
         ["applied repeatedly", policy.repeated],
+        *([f"weights: {name}", json.dumps(value)] for name, value in policy.card.items()),
     ]
 
 

@@ -55,6 +55,8 @@ class ErrorConfig:
         parse_pins(self.pins)
         if any(budget < 1 for budget in self.budgets) or self.splits < 1:
             raise BadInput("budgets and splits are whole numbers from 1 on")
+        if self.limit is not None and self.limit < 1:
+            raise BadInput(f"--limit {self.limit}: must be 1 or more")
 
 
 def measure(config: ErrorConfig, progress: bool = True) -> tuple[Path, dict[str, list[list[float]]]]:

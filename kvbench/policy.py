@@ -7,6 +7,7 @@ sees the budget, so one ranking serves every budget and the kept sets are nested
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -100,6 +101,11 @@ class Policy(ABC):
     def trained_for(self) -> TrainedFor | None:
         """The model that learned weights fit, or None when the policy fits every model."""
         return None
+
+    @property
+    def card(self) -> Mapping[str, Any]:
+        """How learned weights were made; empty for a policy that learns nothing."""
+        return {}
 
     @abstractmethod
     def score(self, seen: Observation) -> Tensor:

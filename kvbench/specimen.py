@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from .observe import Observation, draw_key
+from .policy import TrainedFor
 
-DIM = 16  # head size
+DIM = 16  # head size, where the policy fits every model
 PARTS = ("keys", "values", "queries", "hidden", "future", "key")  # what `observe` can replace
 KINDS: dict[str, str] = {
     "plain": "one chunk from position 0",
@@ -35,6 +36,7 @@ class Specimen:
     group: int
     dtype: torch.dtype
     kind: Literal["plain", "gaps", "flat"] = "plain"
+    dim: int = DIM
 
     def __str__(self) -> str:
         heads = "1 KV head" if self.kv_heads == 1 else f"{self.kv_heads} KV heads"
@@ -54,7 +56,7 @@ class Specimen:
         """
         heads, kept = self.kv_heads * self.group, self.slots - self.new
         seen = 3 * kept + self.new
-        state = (self.slots if self.kind != "flat" else 1, DIM)
+        state = (self.slots if self.kind != "flat" else 1, self.dim)
 
         def draw(part: str, *shape: int) -> Tensor:
             return torch.stack([_normal((part, row, part == other), shape) for row in rows])
@@ -71,11 +73,11 @@ class Specimen:
             positions=positions,
             new=self.new,
             seen=seen,
-            scaling=DIM**-0.5,
-            module=_attention(self.kv_heads, heads, self.dtype),
+            scaling=self.dim**-0.5,
+            module=_attention(self.kv_heads, heads, self.dim, self.dtype),
             key=draw_key("specimen", other == "key"),
-            _queries=draw("queries", heads, self.new, DIM).to(self.dtype),
-            _hidden=draw("hidden", self.new, heads * DIM).to(self.dtype),
+            _queries=draw("queries", heads, self.new, self.dim).to(self.dtype),
+            _hidden=draw("hidden", self.new, heads * self.dim).to(self.dtype),
             _future=lambda: future,
         )
 
@@ -89,14 +91,15 @@ class Specimen:
         return torch.cat([torch.stack(chosen), chunk], dim=1)
 
 
-def specimens() -> Iterator[Specimen]:
-    """All layers of the contract, smallest first."""
-    for slots, kv_heads, group in itertools.product((1, 2, 5, 40, 300), (1, 3), (1, 3)):
+def specimens(trained: TrainedFor | None = None) -> Iterator[Specimen]:
+    """All layers of the contract, smallest first. trained: the only geometry of a learned policy."""
+    heads, dim = ((1, 3), DIM) if trained is None else ((trained.kv_heads,), trained.head_dim)
+    for slots, kv_heads, group in itertools.product((1, 2, 5, 40, 300), heads, (1, 3)):
         for dtype in (torch.float32, torch.bfloat16):
-            yield Specimen(slots, kv_heads, group, dtype)
-            if slots > 1 and kv_heads * group > 3:  # the widest layers stand for the unusual ones
-                yield Specimen(slots, kv_heads, group, dtype, "gaps")
-                yield Specimen(slots, kv_heads, group, dtype, "flat")
+            yield Specimen(slots, kv_heads, group, dtype, dim=dim)
+            if slots > 1 and kv_heads == heads[-1] and group > 1:  # the widest stand for the unusual ones
+                yield Specimen(slots, kv_heads, group, dtype, "gaps", dim)
+                yield Specimen(slots, kv_heads, group, dtype, "flat", dim)
 
 
 def _generator(*parts: object) -> torch.Generator:
@@ -107,16 +110,16 @@ def _normal(parts: tuple[object, ...], shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=_generator(*parts))
 
 
-def _attention(kv_heads: int, heads: int, dtype: torch.dtype) -> nn.Module:
+def _attention(kv_heads: int, heads: int, dim: int, dtype: torch.dtype) -> nn.Module:
     """A stand-in for an attention module: projections and sizes under transformers' names."""
     module = nn.Module()
-    width = heads * DIM
-    for name, size in (("q_proj", width), ("k_proj", kv_heads * DIM), ("v_proj", kv_heads * DIM)):
+    width = heads * dim
+    for name, size in (("q_proj", width), ("k_proj", kv_heads * dim), ("v_proj", kv_heads * dim)):
         linear = nn.Linear(width, size, bias=False, device="meta").to_empty(device="cpu")
         linear.weight.data = _normal((name, heads, kv_heads), (size, width)).mul_(width**-0.5).to(dtype)
         module.add_module(name, linear)
-    module.layer_idx, module.head_dim = 1, DIM  # type: ignore[assignment]
+    module.layer_idx, module.head_dim = 1, dim  # type: ignore[assignment]
     module.config = SimpleNamespace(  # type: ignore[assignment]
-        hidden_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=DIM
+        hidden_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim
     )
     return module

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
@@ -46,8 +47,12 @@ class KVP(Policy):
 
     @property
     def trained_for(self) -> TrainedFor:
-        _, shape, model = load(self.weights)
-        return TrainedFor(shape.layers, shape.kv_heads, shape.dim, model)
+        _, shape, card = load(self.weights)
+        return TrainedFor(shape.layers, shape.kv_heads, shape.dim, card["model_sha256"])
+
+    @property
+    def card(self) -> dict[str, Any]:
+        return load(self.weights)[2]
 
     def score(self, seen: Observation) -> Tensor:
         agents, shape, _ = load(self.weights)
@@ -76,4 +81,4 @@ def _read(path: Path, state: tuple[int, ...]) -> tuple[list[ScorerWeights], Scor
     stacked, shape, card = read_weights(path)
     folded = stacked.folded()
     agents = [folded.agents_of(layer, shape.kv_heads) for layer in range(shape.layers)]
-    return agents, shape, card["model_sha256"]
+    return agents, shape, card

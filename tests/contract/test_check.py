@@ -40,7 +40,7 @@ def try_(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Finding]]:
     policies = Registry("policy", "kvbench.policies", Policy)
     for module in (registry, check):
         monkeypatch.setattr(module, "POLICIES", policies)
-    monkeypatch.setattr(check, "specimens", lambda: iter(SMALL))
+    monkeypatch.setattr(check, "specimens", lambda trained: iter(SMALL))
 
     def run(score: Callable[..., Any], *needs: Need) -> dict[str, Finding]:
         register("made", source="a test")(_made(score, set(needs)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.check import check_policy
 from kvbench.errors import BadInput, PluginError
 from kvbench.observe import Observation
 from kvbench.policy import Need, Pins, Policy
@@ -32,7 +33,20 @@ NATIVE = {
 
 @pytest.fixture(params=POLICIES.names())
 def policy(request: pytest.FixtureRequest) -> Policy:
-    return POLICIES.parse(request.param)
+    found: Policy = POLICIES.parse(request.param)
+    if found.trained_for is not None:
+        pytest.skip(
+            "learned for one model: its contract is tried at that geometry, see test_learned_policies"
+        )
+    return found
+
+
+@pytest.mark.parametrize("name", POLICIES.names())
+def test_learned_policies(name: str) -> None:
+    """Policies that fit one model keep the contract of `kvbench check` at that model's geometry."""
+    if POLICIES.parse(name).trained_for is None:
+        pytest.skip("fits every model: the tests above try it")
+    assert [finding for finding in check_policy(name) if not finding.passed] == []
 
 
 def scored(policy: Policy, seen: Observation) -> Tensor:
