@@ -60,8 +60,8 @@ class KVP(Policy):
         return fast_scores(layer, seen.keys, seen.values, position_features(seen.positions, shape.position))
 
 
-def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, str]:
-    """Per-layer agents ready for inference, their shape, and the fingerprint of their model.
+def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, dict[str, Any]]:
+    """Per-layer agents ready for inference, their shape, and their card.
 
     A file is read once, and again when it has changed. Raises BadInput for what is no weights file.
     """
@@ -77,7 +77,7 @@ def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, str]:
 
 
 @lru_cache(maxsize=32)
-def _read(path: Path, state: tuple[int, ...]) -> tuple[list[ScorerWeights], ScorerShape, str]:
+def _read(path: Path, state: tuple[int, ...]) -> tuple[list[ScorerWeights], ScorerShape, dict[str, Any]]:
     stacked, shape, card = read_weights(path)
     folded = stacked.folded()
     agents = [folded.agents_of(layer, shape.kv_heads) for layer in range(shape.layers)]

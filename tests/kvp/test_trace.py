@@ -196,9 +196,8 @@ def test_other_lengths_are_refused(folder: str, tmp_path: Path, length: str) -> 
 def test_tasks_take_turns(folder: str, tmp_path: Path) -> None:
     tasks = ("story:length=40", "story:length=60")
     found = collect(config(folder, tmp_path / "t", tasks=tasks, samples=5), progress=False)
-    assert [info.id for info in found.infos] == [
-        "story:length=40|0", "story:length=60|0", "story:length=40|1", "story:length=60|1", "story:length=40|2"
-    ]  # fmt: skip
+    names = [info.id.removeprefix("story:length=") for info in found.infos]
+    assert names == ["40|0", "60|0", "40|1", "60|1", "40|2"]
 
 
 def snapshot(found: TraceSet) -> dict[str, Any]:

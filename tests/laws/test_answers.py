@@ -176,6 +176,49 @@ def compacted(arch: str) -> tuple[Cache, Tensor]:
     return cache.compact(kept, 3)[0], ids
 
 
+Content = list[tuple[Tensor, ...]]  # per layer: keys, values and positions (kv_head, slot, ...)
+
+
+def content(cache: Cache, row: int) -> Content:
+    bucket, offset = cache.locate(row)
+    return [tuple(part[offset].clone() for part in bucket.view(layer)) for layer in range(cache.layers)]
+
+
+def chosen(source: Content, size: int, seed: int) -> list[Tensor]:
+    """Random slots, ascending: per layer (kv_head, size)."""
+    draw = torch.Generator().manual_seed(seed)
+    counts = [positions.shape for _, _, positions in source]
+    return [
+        torch.stack([torch.randperm(slots, generator=draw)[:size].sort().values for _ in range(heads)])
+        for heads, slots in counts
+    ]
+
+
+@torch.inference_mode()
+def test_every_row_finds_its_place() -> None:
+    """Kept sets of mixed sizes, then again from rows of several buckets: each row holds its own pairs."""
+    cache = Cache.empty(LAYERS, N)
+    read(loaded("llama"), cache, torch.tensor(words(N, 0)), 0)
+    rows = [0]  # where each item of the last round is
+    for sizes, sources in (((30, 12, 30, 50, 12), (0,) * 5), ((9, 5, 12, 9, 5, 9), (4, 0, 1, 3, 2, 1))):
+        kept, expected = [], []
+        for seed, (size, item) in enumerate(zip(sizes, sources, strict=True)):
+            source = content(cache, rows[item])
+            slots = chosen(source, size, seed)
+            kept.append(Kept(rows[item], slots))
+            expected.append(
+                [
+                    tuple(torch.stack([part[h, s] for h, s in enumerate(some)]) for part in parts)
+                    for parts, some in zip(source, slots, strict=True)
+                ]
+            )
+        cache, rows = cache.compact(kept, 2)
+        assert sorted(rows) == list(range(len(sizes)))
+        for row, wanted in zip(rows, expected, strict=True):
+            for parts, found in zip(wanted, content(cache, row), strict=True):
+                assert all(torch.equal(a, b) for a, b in zip(parts, found, strict=True))
+
+
 @pytest.mark.parametrize("arch", ["llama", "sliding"])
 @torch.inference_mode()
 def test_questions_do_not_contaminate_each_other(arch: str) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from torch import Tensor
 
-from kvbench.loop import Target, compress_in_chunks
-from kvbench.policy import Pins
+from kvbench.config import Cell
+from kvbench.loop import Ranker, Target, compress_in_chunks
+from kvbench.observe import Observation
+from kvbench.policy import Pins, Policy
 from tests.laws.lab import (
+    CHUNK,
     SCHEDULES,
     SPECS,
     N,
@@ -68,6 +73,56 @@ def test_bytes_are_the_formula(arch: str) -> None:
         pairs = full * (cell.budget or 0) + (LAYERS - full) * N
         assert done[cell].kv_bytes == 2 * KV_HEADS * pairs * HEAD_DIM * FLOAT
     assert done.done.full.kv_bytes == 2 * LAYERS * KV_HEADS * N * HEAD_DIM * FLOAT
+
+
+@dataclass(frozen=True)
+class Listed(Policy):
+    """A worth for every token of every layer and KV head, in advance; few values, so many ties."""
+
+    name = "listed"
+    seed: int = 0
+
+    def worth(self) -> Tensor:
+        """(layer, kv_head, position)"""
+        draw = torch.Generator().manual_seed(self.seed)
+        return torch.randint(12, (LAYERS, KV_HEADS, 1000), generator=draw).float()
+
+    def score(self, seen: Observation) -> Tensor:
+        return self.worth()[seen.layer].gather(1, seen.positions[0])[None]
+
+
+def best(worth: list[float], alive: list[int], budget: int, pins: Pins, seen: int) -> list[int]:
+    """What stays of the tokens still there, by sorting tuples."""
+
+    def place(position: int) -> tuple[float, ...]:
+        if position < pins.first:
+            return (0, position)
+        return (1, -position) if position >= seen - pins.last else (2, -worth[position], -position)
+
+    return sorted(sorted(alive, key=place)[:budget])
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("arch", ARCHS)
+def test_what_stays_is_the_head_of_the_ranking(arch: str, schedule: str) -> None:
+    """Each cell keeps what its own policy ranks first, in each layer and KV head on its own."""
+    cells = {}
+    for seed, budget, pins in ((0, 33, Pins()), (1, 8, Pins(2, 4)), (2, 33, Pins(4, 16)), (3, 8, Pins())):
+        chunk = CHUNK if schedule == "chunked" else None
+        cell = Cell("listed", (("seed", seed),), budget, pins, schedule, chunk)
+        cells[cell] = Ranker(Listed(seed), pins)
+    done = try_out(loaded(arch), prompt_of(), cells)
+    for cell, ranker in cells.items():
+        assert isinstance(ranker.policy, Listed)
+        for layer in done.lm.geometry.full_layers:
+            for head in range(KV_HEADS):
+                worth = ranker.policy.worth()[layer, head].tolist()
+                alive: list[int] = []
+                start = 0
+                for end, kept in zip(done.ends, done.history(cell), strict=True):
+                    alive = best(worth, [*alive, *range(start, end)], cell.budget or 0, cell.pins, end)
+                    start = end
+                    assert kept[layer][head].tolist() == alive
 
 
 @pytest.mark.parametrize("spec", SPECS)

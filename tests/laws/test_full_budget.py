@@ -18,7 +18,7 @@ from tests.laws.lab import (
     sample_of,
     try_out,
 )  # fmt: skip
-from tests.tiny import ARCHS, SLIDING_WINDOW
+from tests.tiny import ARCHS, SLIDING_WINDOW, tiny_loaded, tiny_model
 
 CLOSE = 1e-4
 
@@ -92,6 +92,29 @@ def test_each_policy_alone(spec: str) -> None:
         done = try_out(loaded("llama"), prompt_of(seed=3), cells_of((spec,), (N,), schedule))
         with torch.inference_mode():
             assert_plain("llama", done)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_scale_of_its_own(schedule: str) -> None:
+    """Models may scale logits by something else than one over the root of the head size."""
+    lm, stock = tiny_loaded("llama"), tiny_model("llama", "sdpa")
+    prompt = prompt_of(choices=True)
+    ids = torch.tensor([[*prompt.context, *prompt.question, *prompt.reference.ids]])
+    usual = stock(ids).logits
+    for model in (lm.model, stock):
+        for layer in model.model.layers:
+            layer.self_attn.scaling = 0.1
+    wanted = stock(ids).logits
+    assert (usual - wanted).abs().max() > 0.1
+    done = try_out(lm, prompt, cells_of(("knorm", "tova"), (N,), schedule))
+    with torch.inference_mode():
+        for seen in done.forwards:
+            span = slice(int(seen.positions[0, 0]), int(seen.positions[0, -1]) + 1)
+            if seen.ids.tolist()[0] == ids[0, span].tolist():
+                apart = stock.lm_head(seen.hidden) - wanted[:, span]
+                assert apart.abs().max() < CLOSE
+    for cell in done.cells:
+        assert done[cell].outcome.kl == pytest.approx(0, abs=CLOSE)
 
 
 def test_sliding_layers_keep_everything() -> None:

@@ -70,6 +70,10 @@ def test_one_tokenisation(any_folder: str, tmp_path: Path, question: str, templa
         assert group[0].ids.shape[1] == n
         assert (rows["kept"] == n).all()
         assert asked == 1 if question == "seen" else asked > 1
+        if question == "withheld":  # the token that spans the border is the question's first
+            before, after = tokenizer.decode(ids[:n]), tokenizer.decode(ids[n:])
+            assert before.endswith("hello")
+            assert after.startswith(" world, the answer")
         starts = [int(seen.positions[0, 0]) for seen in group]
         assert starts[1] == n
         assert set(starts[1:]) <= {n, *range(len(ids), len(ids) + 5)}

@@ -49,10 +49,11 @@ class Toy(Task):
         name = str(index)
         number = 3 if self.twins else index
         story = f"hello world, the {number} is in the answer. " * (number + 1)
+        story += "hello wor"  # the context ends inside a token
         if self.kind == "choices":
-            question = "Is the world in it? Ans"
+            question = "ld, is the world in it? Ans"
             return Sample(name, story, question, "wer", choices=("wer", "x"), gold=index % 2)
-        return Sample(name, story, "hello wor", "ld is in the world", max_new_tokens=5)
+        return Sample(name, story, "ld, the answer is in", " the world", max_new_tokens=5)
 
     def score(self, sample: Sample, answer: Answer) -> dict[str, float]:
         if os.environ.get(KILL) == f"{self.kind}/{sample.id}":

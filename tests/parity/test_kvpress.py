@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from kvbench.models import LoadedModel
+from kvbench.observe import Observation
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import KNorm
 from kvbench.policies.lagkv import LagKV
 from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.streaming_llm import StreamingLLM
 from kvbench.policies.tova import TOVA
-from torch import Tensor
-
-from kvbench.models import LoadedModel
-from kvbench.observe import Observation
 from kvbench.policy import Pins, Policy
 from kvbench.rank import keep, rank
 

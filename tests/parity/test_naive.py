@@ -11,6 +11,8 @@ import math
 from collections.abc import Callable
 
 import pytest
+
+from kvbench.observe import Observation, streamed_sums
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import KNorm
 from kvbench.policies.lagkv import LagKV
@@ -19,8 +21,6 @@ from kvbench.policies.random import Random
 from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.streaming_llm import StreamingLLM
 from kvbench.policies.tova import TOVA
-
-from kvbench.observe import Observation, streamed_sums
 from kvbench.policy import Policy
 from tests.scene import KV_HEADS, QUERY_HEADS, ranked, scene
 
