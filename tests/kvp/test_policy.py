@@ -1,0 +1,168 @@
+"""KVP in the engine: the right agent for every layer, the same score for a token that stayed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvbench
+from kvbench import models
+from kvbench.collect import TraceConfig, collect
+from kvbench.errors import BadInput
+from kvbench.models import open_model
+from kvbench.observe import Observation
+from kvbench.policies.kvp.checkpoint import read_weights
+from kvbench.policies.kvp.command import TRAINER
+from kvbench.policies.kvp.policy import KVP
+from kvbench.policies.kvp.scorer import ScorerShape, position_features, scores
+from kvbench.registry import POLICIES
+from tests.kvp import make
+from tests.laws.lab import CHUNK, cells_of, loaded, prompt_of, try_out
+from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS
+
+Call = tuple[Observation, Tensor]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[Call]:
+    """Every observation that a KVP policy scored, with its scores."""
+    seen: list[Call] = []
+    score = KVP.score
+
+    def spy(self: KVP, observation: Observation) -> Tensor:
+        found = score(self, observation)
+        seen.append((observation, found))
+        return found
+
+    monkeypatch.setattr(KVP, "score", spy)
+    return seen
+
+
+def weights_of(tmp_path: Path, layers: int = LAYERS, position: Any = "log") -> str:
+    shape = ScorerShape(layers, KV_HEADS, HEAD_DIM, hidden=8, position=position)
+    return make.weights_file(tmp_path / f"{position}.safetensors", shape, "5e")
+
+
+@pytest.mark.parametrize("position", ["none", "log", "sinusoidal"])
+@pytest.mark.parametrize("arch", ["llama", "sliding"])
+def test_a_kept_token_scores_the_same_in_every_chunk(
+    tmp_path: Path, calls: list[Call], arch: str, position: str
+) -> None:
+    """Through the chunked loop: scores come from original positions, whatever was evicted meanwhile."""
+    lm = loaded(arch)
+    layers = lm.geometry.full_layers
+    path = weights_of(tmp_path, len(layers), position)
+    cells = cells_of([f"kvp:weights={path}"], [33], "chunked")
+    try_out(lm, prompt_of(), cells)
+    stacked, shape, _ = read_weights(Path(path))
+    known: dict[tuple[int, int, int], float] = {}
+    again = 0
+    for seen, found in calls:
+        index = layers.index(seen.layer)
+        features = position_features(seen.positions, shape.position)
+        inputs = torch.cat([seen.keys, seen.values, features], -1)
+        wanted = scores(stacked.agents_of(index, KV_HEADS), inputs)
+        assert torch.allclose(found, wanted, atol=1e-3)  # the agents of this layer, not of another
+        for head in range(KV_HEADS):
+            pairs = zip(seen.positions[0, head].tolist(), found[0, head].tolist(), strict=True)
+            for token, value in pairs:
+                name = (seen.layer, head, token)
+                again += name in known
+                assert value == pytest.approx(known.setdefault(name, value), abs=1e-4)
+    assert CHUNK == 24
+    assert len(calls) == 3 * len(layers)  # chunks of 24, 24 and 22
+    assert again == (24 + 33) * KV_HEADS * len(layers)
+    assert len({round(value, 3) for value in known.values()}) > len(known) / 2
+
+
+def test_what_is_kept_is_what_scored_best(tmp_path: Path, calls: list[Call]) -> None:
+    """Native pins, the first 4 and last 16 tokens, then the best scores: after the prefill."""
+    cells = cells_of([f"kvp:weights={weights_of(tmp_path)}"], [33])
+    done = try_out(loaded("llama"), prompt_of(), cells)
+    kept = done.kept(next(iter(cells)))
+    for layer, (_, found) in enumerate(calls):
+        for head in range(KV_HEADS):
+            middle = found[0, head, 4:-16]
+            best = (middle.topk(13).indices + 4).tolist()
+            assert kept[layer][head].tolist() == sorted([*range(4), *best, *range(54, 70)])
+
+
+@pytest.fixture(scope="module")
+def trained(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Five steps on traces of the tiny Llama."""
+    root = tmp_path_factory.mktemp("trained")
+    with make.story_added():
+        settings = TraceConfig(("story",), 4, str(root / "t"), folder, length="60", device="cpu")
+        collect(settings, progress=False)
+    told: list[str] = []
+    out = root / "w.safetensors"
+    card = TRAINER.train(replace(make.QUICK, steps=5), root / "t", out, told.append)
+    assert card == read_weights(out)[2]
+    assert not out.with_name(out.name + ".state").exists()
+    assert any("validation cost" in line for line in told)
+    return str(out)
+
+
+@pytest.mark.usefixtures("story")
+def test_trained_weights_run_on_their_model(
+    folder: str, tmp_path: Path, trained: str, calls: list[Call]
+) -> None:
+    config = kvbench.RunConfig(
+        (f"kvp:weights={trained}", "knorm"), ("story:length=60",), (24, 30), folder, limit=2, device="cpu",
+        out=str(tmp_path / "run"), schedule="chunked", chunk=32,
+    )  # fmt: skip
+    result = kvbench.run(config, progress=False)
+    assert set(result.rows["status"]) == {"ok"}
+    mine = result.rows[result.rows["policy"] == "kvp"]
+    assert sorted(mine["kept"]) == [24, 24, 30, 30]
+    assert calls
+
+
+def test_the_card_says_what_the_weights_are(folder: str, trained: str) -> None:
+    _, shape, card = read_weights(Path(trained))
+    opened = open_model(folder, device="cpu")
+    assert (shape.layers, shape.kv_heads, shape.dim, shape.hidden) == (LAYERS, KV_HEADS, HEAD_DIM, 16)
+    assert card["model_sha256"] == opened.sha256
+    assert card["recipe"]["steps"] == 5
+    assert card["recipe"]["seed"] == 0
+    assert card["data"]["tasks"] == ["story"]
+    assert card["data"]["length"] == "60"
+    assert card["traces"] == 4
+    assert card["validation_cost"] >= 1
+
+
+@pytest.mark.usefixtures("story")
+@pytest.mark.parametrize("model", ["other weights", "other sizes"])
+def test_weights_of_another_model_are_refused(
+    folder: str, tmp_path: Path, trained: str, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the model's weights load, with the commands that would train some."""
+    monkeypatch.setattr(models.OpenModel, "load", lambda self: pytest.fail("weights were loaded"))
+    if model == "other weights":
+        (tmp_path / "m").mkdir()
+        asked, weights = make.model_folder(tmp_path / "m", seed=1), trained
+        reason = "another fingerprint"
+    else:
+        asked, weights = folder, weights_of(tmp_path, layers=7)
+        reason = rf"\(7, {KV_HEADS}, {HEAD_DIM}\), .* has \({LAYERS}, {KV_HEADS}, {HEAD_DIM}\)"
+    config = kvbench.RunConfig((f"kvp:weights={weights}",), ("story",), (24,), asked, out=str(tmp_path / "r"))
+    with pytest.raises(BadInput, match=reason) as refused:
+        kvbench.run(config, progress=False)
+    for words in (f"kvbench trace --model {asked}", "kvbench train --policy kvp --traces", "kvp:weights="):
+        assert words in str(refused.value)
+    under = TraceConfig(
+        ("story",), 1, str(tmp_path / "t"), asked, under=f"kvp:weights={weights}:24", device="cpu"
+    )
+    with pytest.raises(BadInput, match=reason):
+        collect(under, progress=False)
+
+
+def test_native_pins_and_contract() -> None:
+    policy = POLICIES.get("kvp")
+    assert (policy().pins.first, policy().pins.last) == (4, 16)
+    assert {need.name for need in policy.needs} == {"KEYS", "VALUES"}
