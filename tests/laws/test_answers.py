@@ -31,6 +31,9 @@ from tests.laws.lab import (
 from tests.tiny import ARCHS, KV_HEADS, LAYERS
 
 
+FORWARDS, MIXED = (0, 1, 2, 3), (3, 0, 1, 2)  # orders of choices
+
+
 def spans(done: Trial) -> list[tuple[int, int]]:
     """First and last position of every forward; rows of a forward always share them."""
     for seen in done.forwards:
@@ -84,23 +87,25 @@ def test_question_longer_than_the_context(schedule: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_choices_without_a_common_token(arch: str) -> None:
     """Each choice is scored from the cache after the question, whatever was scored before it."""
-    parts = [Continuation(words(size, 50 + size), scored) for size, scored in ((1, 1), (4, 2), (2, 2))]
-    assert len({part.ids[0] for part in parts}) == 3
+    parts = [
+        Continuation(words(size, 50 + size), scored) for size, scored in ((1, 1), (4, 2), (2, 2), (3, 3))
+    ]
+    assert len({part.ids[0] for part in parts}) == 4
     base = prompt_of()
     done = {}
-    for order in ((0, 1, 2), (2, 0, 1)):
+    for order in (FORWARDS, MIXED):
         prompt = Prompt(base.context, base.question, tuple(parts[i] for i in order), parts[1])
         trial_ = try_out(loaded(arch), prompt, cells_of(("knorm", "snapkv"), (12,)))
         for cell in trial_.cells:
             found = trial_[cell].outcome.answer.loglikelihoods
-            done[order, cell] = [found[order.index(i)] for i in range(3)]
+            done[order, cell] = [found[order.index(i)] for i in range(4)]
     for cell in trial_.cells:
-        assert done[(0, 1, 2), cell] == pytest.approx(done[(2, 0, 1), cell], abs=1e-5)
+        assert done[FORWARDS, cell] == pytest.approx(done[MIXED, cell], abs=1e-5)
     start = [*base.context, *base.question]
     for index, part in enumerate(parts):
         logits = plain(arch)(torch.tensor([[*start, *part.ids]])).logits[0, len(start) - 1 : -1]
         each = logits.log_softmax(-1).gather(1, torch.tensor(part.ids)[:, None])[-part.scored :]
-        full = trial_.done.full.outcome.answer.loglikelihoods[(2, 0, 1).index(index)]
+        full = trial_.done.full.outcome.answer.loglikelihoods[MIXED.index(index)]
         assert full == pytest.approx(float(each.sum()), abs=1e-4)
 
 
