@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import PurePath
 from typing import Any
 
 import pandas as pd
@@ -78,3 +79,13 @@ def describe_setting(setting: Mapping[str, Any]) -> str:
         f"{setting['model']}, {setting['schedule']}{chunk}, question {setting['question']}, "
         f"pins {pins}, template {setting['template']}, seed {setting['seed']}"
     )
+
+
+def short(label: str) -> str:
+    """A spec for display: of a parameter that is a path only the file's stem, which names it well enough."""
+    name, colon, rest = label.partition(":")
+    pairs = [piece.partition("=") for piece in rest.split(",")] if colon else []
+    shown = [
+        f"{key}{equals}{PurePath(value).stem if '/' in value else value}" for key, equals, value in pairs
+    ]
+    return name + colon + ",".join(shown)

@@ -27,7 +27,7 @@ from .errors import StoreError, UnknownName
 from .footnotes import majority, only_pins
 from .manifest import MANIFEST, read_manifest
 from .metrics import describe, is_known
-from .panels import describe_setting, main_metric, panels
+from .panels import describe_setting, main_metric, panels, short
 from .results import read_rows
 from .style import GREY, LOWER, UPPER, Style, styles
 
@@ -156,9 +156,8 @@ def _draw_policy(axes: Axes, part: pd.DataFrame, look: Style, shift: float) -> N
     (curve,) = axes.plot(
         budgets, mean, look.line, linewidth=look.width, marker=marker, markersize=6, **shared
     )
-    curve.set_label(
-        {LOWER: f"{label} (lower bracket)", UPPER: f"{label} (upper bracket)"}.get(look.line, label)
-    )
+    told = textwrap.fill(short(label), 30)
+    curve.set_label({LOWER: f"{told} (lower bracket)", UPPER: f"{told} (upper bracket)"}.get(look.line, told))
     curve.set_gid(label)
     if len(part) > 1:
         axes.fill_between(budgets, low, high, color=look.color, alpha=0.05, linewidth=0, zorder=1)

@@ -18,7 +18,7 @@ from .config import FULL
 from .errors import BadInput
 from .footnotes import footnotes, joined
 from .metrics import METRICS, describe
-from .panels import describe_setting, main_metric, panels
+from .panels import describe_setting, main_metric, panels, short
 
 FORMATS = ("text", "md", "csv", "json")
 WIDTH = 140  # columns, where there is no terminal
@@ -137,7 +137,9 @@ def _pivot(lines: pd.DataFrame, metric: str, most: int) -> tuple[list[str], list
             None if pd.isna(line["budget"]) else int(line["budget"]): _cell(line, metric, most)
             for line in mine.to_dict("records")
         }
-        rows.append([label, *([cells.get(None, "")] if full else []), *(cells.get(b, "") for b in budgets)])
+        rows.append(
+            [short(label), *([cells.get(None, "")] if full else []), *(cells.get(b, "") for b in budgets)]
+        )
     return header, rows
 
 

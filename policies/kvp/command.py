@@ -24,17 +24,24 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
     traces = TraceSet(folder)
     started = time.perf_counter()
 
+    last = [0, started]  # step and time of the last report
+
     def told(step: int, reward: float, cost: float | None) -> None:
-        if cost is not None:
-            rate = (time.perf_counter() - started) / max(1, step)
-            report(
-                f"step {step}/{recipe.steps}  reward {reward:.3f}  validation cost {cost:.3f}  "
-                f"{rate:.2f} s/step"
-            )
+        if cost is None:
+            return
+        now = time.perf_counter()
+        rate = (now - last[1]) / max(1, step - last[0])
+        last[:] = [step, now]
+        left = rate * (recipe.steps - step)
+        report(
+            f"step {step}/{recipe.steps}  reward {reward:.3f}  validation cost {cost:.3f}  "
+            f"{rate:.2f} s/step, {left:.0f} s left"
+        )
 
     state = out.with_name(out.name + ".state")
     report("computing utilities of every visited split")
     lesson = Lesson.prepare(recipe, traces)
+    last[1] = time.perf_counter()
     weights, cost = train(recipe, lesson, resume=state, report=told)
     card = make_card(recipe, traces, cost) | {"seconds": round(time.perf_counter() - started, 1)}
     write(out, weights, recipe, traces, card)

@@ -36,7 +36,7 @@ class KVP(Policy):
     needs = frozenset({Need.KEYS, Need.VALUES})
     ranking = "native: by descending score; the first 4 and last 16 tokens are pinned before it"
     repeated = "scores use original positions, so kept tokens score the same again"
-    color = "#000000"
+    color = "#882255"
     trainer = "kvbench.policies.kvp.command:TRAINER"
 
     weights: str = param("ruler", "trained on RULER-style traces, as the paper's KVP-R")

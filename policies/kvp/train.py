@@ -84,7 +84,7 @@ RECIPES = {
     "paper": TrainConfig(
         steps=4000, split="uniform", hidden=256, lr=5e-5, position="normalised", samples=8, validation=0.05
     ),
-    "cpu": TrainConfig(objective="softcost", budgets="log"),
+    "cpu": TrainConfig(objective="softcost"),
 }
 
 
