@@ -30,7 +30,6 @@ from tests.laws.lab import (
 )  # fmt: skip
 from tests.tiny import ARCHS, KV_HEADS, LAYERS
 
-
 FORWARDS, MIXED = (0, 1, 2, 3), (3, 0, 1, 2)  # orders of choices
 
 

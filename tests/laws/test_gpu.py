@@ -1,4 +1,4 @@
-"""On a CUDA device: the same kept sets and answers as on the CPU in float32; bfloat16 runs and is exact in size."""
+"""On a CUDA device: kept sets and answers of the CPU in float32; bfloat16 runs and is exact in size."""
 
 from __future__ import annotations
 
