@@ -14,6 +14,7 @@ import pandas as pd
 import typer
 
 import kvbench
+from kvbench.errors import BadInput
 from kvbench.eviction_error import ErrorConfig, measure
 from kvbench.results import read_rows
 from kvbench.trace import TraceSet
@@ -40,36 +41,42 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "position-normalised": {"position": "normalised"},
     "position-sinusoidal": {"position": "sinusoidal"},
     "no-pins": {"pins": "none"},
+    "refreshed": {},  # the same recipe on the traces of --refreshed
 }
-TIGHT, MIDDLE = 32, 128
+TIGHT, MIDDLE = 32, 128  # budgets
+PINS = "4,16"
 
 
 def train_variants(
-    names: list[str], traces: TraceSet, folder: Path, changes: dict[str, Any]
+    names: list[str], traces: TraceSet, refreshed: TraceSet | None, folder: Path, steps: int
 ) -> dict[str, Path]:
-    """Train every variant whose file is not there yet; variants with the same splits share utilities."""
-    lessons: dict[str, Lesson] = {}
+    """Train every variant whose file is not there yet; neighbours with the same splits share utilities."""
     files = {name: folder / f"{name}.safetensors" for name in names}
-    for name in sorted(names, key=lambda name: str(VARIANTS[name].get("split"))):
+    lesson: tuple[tuple[TraceSet, str], Lesson] | None = None  # one course in memory at a time
+    for name in sorted(names, key=lambda name: (name == "refreshed", str(VARIANTS[name].get("split")))):
         if files[name].exists():
             continue
-        recipe: TrainConfig = replace(RECIPES["cpu"], **{**changes, **VARIANTS[name]})
-        if recipe.split not in lessons:
-            lessons.clear()  # one course in memory at a time
-            lessons[recipe.split] = Lesson.prepare(recipe, traces)
-        weights, cost = train(recipe, lessons[recipe.split])
-        write(files[name], weights, recipe, traces, make_card(recipe, traces, cost))
+        data = refreshed if name == "refreshed" else traces
+        if data is None:
+            raise BadInput("the variant 'refreshed' needs --refreshed: traces recorded with --under")
+        recipe: TrainConfig = replace(RECIPES["cpu"], **{"steps": steps, **VARIANTS[name]})
+        if lesson is None or lesson[0] != (data, recipe.split):
+            lesson = None
+            lesson = ((data, recipe.split), Lesson.prepare(recipe, data))
+        weights, cost = train(recipe, lesson[1])
+        write(files[name], weights, recipe, data, make_card(recipe, data, cost))
         typer.echo(f"trained {name}: validation cost {cost:.3f}")
     return files
 
 
-def offline(files: dict[str, Path], others: list[str], heldout: str, out: Path, pins: str) -> pd.DataFrame:
-    """Mean eviction cost and missed mass per policy, at the boundary and at uniform splits."""
-    specs = tuple([f"kvp:weights={file}" for file in files.values()] + others)
+def offline(
+    specs: list[str], heldout: str, out: Path, splits: tuple[str, ...] = ("boundary", "uniform")
+) -> pd.DataFrame:
+    """Mean eviction cost (all budgets) and missed mass (a tight and a middle one) per policy."""
     columns: dict[str, pd.Series[Any]] = {}
-    for split in ("boundary", "uniform"):
-        path = out / f"offline-{split}-pins-{pins.replace(',', '-')}"
-        config = ErrorConfig(heldout, specs, (TIGHT, MIDDLE), split, pins=pins, out=str(path))
+    for split in splits:
+        path = out / f"{Path(heldout).name}-{split}"
+        config = ErrorConfig(heldout, tuple(specs), (TIGHT, MIDDLE), split, pins=PINS, out=str(path))
         measure(config, progress=False)
         rows = read_rows(path)
         for budget, label in ((TIGHT, "tight"), (MIDDLE, "middle")):
@@ -81,36 +88,41 @@ def offline(files: dict[str, Path], others: list[str], heldout: str, out: Path, 
     return pd.DataFrame(columns)
 
 
-def needle(files: dict[str, Path], others: list[str], out: Path, task: str, limit: int) -> pd.DataFrame:
+def needle(specs: list[str], out: Path, limit: int) -> pd.DataFrame:
     """Share of needles found per policy and budget; every variant shares one prefill per sample."""
-    specs = [f"kvp:weights={file}" for file in files.values()] + others
+    task = "needle:length=1024"
     config = kvbench.RunConfig(
-        tuple(specs), (task,), (64, 128, 256), limit=limit, pins="4,16", out=str(out / task.replace(":", "-"))
+        tuple(specs), (task,), (64, 128, 256), limit=limit, pins=PINS, out=str(out / "needle-1024")
     )
     result = kvbench.run(config)
     found = result.rows[result.rows["policy"] != "full"]
     table = found.pivot_table(index="spec", columns="budget", values="metric:string_match")
-    return table.rename(columns=lambda budget: f"{task}@{budget}")
+    return table.rename(columns=lambda budget: f"needle@{budget}")
 
 
 def main(
     traces: Annotated[str, typer.Option(help="Training traces.")],
     heldout: Annotated[str, typer.Option(help="Held-out traces: other seeds, other fillers.")],
     out: Annotated[str, typer.Option(help="Folder for weights, rows and tables.")],
-    steps: Annotated[int, typer.Option(help="Steps of every variant.")] = RECIPES["cpu"].steps,
+    heldout_long: Annotated[str | None, typer.Option(help="Held-out traces, four times as long.")] = None,
+    refreshed: Annotated[str | None, typer.Option(help="Training traces recorded with --under.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of every variant.")] = 400,
     only: Annotated[str | None, typer.Option(help="Variants, comma-separated; default: all.")] = None,
     others: Annotated[str, typer.Option(help="Other policies for the table.")] = "tova,snapkv,knorm,keydiff",
     limit: Annotated[int, typer.Option(help="Needles.")] = 24,
-    length: Annotated[str, typer.Option(help="Needle lengths.")] = "1024",
 ) -> None:
     """Train the variants, measure them, write the tables."""
     folder = Path(out)
-    names = only.split(",") if only else list(VARIANTS)
-    files = train_variants(names, TraceSet(traces), folder / "weights", {"steps": steps})
-    baselines = [name for name in others.split(",") if name]
-    parts = [offline(files, baselines, heldout, folder, "4,16")]
-    parts += [needle(files, baselines, folder, f"needle:length={n}", limit) for n in length.split(",")]
-    table = pd.concat(parts, axis=1)
+    names = only.split(",") if only else [name for name in VARIANTS if refreshed or name != "refreshed"]
+    again = TraceSet(refreshed) if refreshed else None
+    files = train_variants(names, TraceSet(traces), again, folder / "weights", steps)
+    specs = [f"kvp:weights={file}" for file in files.values()] + [name for name in others.split(",") if name]
+    parts = [offline(specs, heldout, folder)]
+    if heldout_long:
+        long = offline(specs, heldout_long, folder, ("boundary",))
+        parts.append(long.rename(columns=lambda name: f"4x length: {name}"))
+    parts.append(needle(specs, folder, limit))
+    table = pd.concat(parts, axis=1).loc[specs]
     table.index = pd.Index([Path(spec.removeprefix("kvp:weights=")).stem for spec in table.index])
     table.to_csv(folder / "study.csv", index_label="variant")
     text = table.round(3).to_markdown()
