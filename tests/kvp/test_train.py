@@ -201,6 +201,19 @@ def test_a_seed_decides_everything(synthetic: TraceSet, name: str) -> None:
     assert not torch.equal(train(config, Lesson.prepare(config, synthetic))[0].w1, one.w1)
 
 
+def test_every_step_draws_anew(lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+
+    def spy(found: torch.Tensor, step: Step) -> torch.Tensor:
+        seeds.append(step.generator.initial_seed())
+        return OBJECTIVES["softcost"](found, step)
+
+    monkeypatch.setitem(OBJECTIVES, "rl", spy)
+    for seed in (0, 1):
+        train(replace(QUICK, objective="rl", seed=seed), lesson)
+    assert len(set(seeds)) == 2 * QUICK.steps
+
+
 class Killed(Exception):
     pass
 
