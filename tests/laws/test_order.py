@@ -46,12 +46,11 @@ def assert_agree(one: Trial, other: Trial, cell: Cell) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_order_of_cells(arch: str, schedule: str, choices: bool) -> None:
     done = trial(arch, schedule, choices)
-    for seed in range(2):
-        cells = list(done.cells.items())
-        random.Random(seed).shuffle(cells)
-        other = try_out(done.lm, done.prompt, dict(cells))
-        for cell in done.cells:
-            assert_agree(done, other, cell)
+    cells = list(done.cells.items())
+    random.Random(0).shuffle(cells)
+    other = try_out(done.lm, done.prompt, dict(cells))
+    for cell in done.cells:
+        assert_agree(done, other, cell)
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -81,14 +80,14 @@ def test_batches(arch: str, schedule: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 def test_order_of_samples(arch: str, schedule: str) -> None:
     """Samples of different kinds and lengths, forwards and backwards: not one bit differs."""
-    cells = cells_of(SPECS, BUDGETS, schedule)
-    prompts = [prompt_of(n, seed=n, choices=n % 2 == 0) for n in (61, 40, 9, 52)]
+    cells = cells_of(SPECS, BUDGETS[:1], schedule)
+    prompts = [prompt_of(n, seed=n, choices=n % 2 == 0) for n in (61, 40, 9)]
 
     def evaluated(indices: list[int]) -> dict[int, Trial]:
         return {i: try_out(loaded(arch), prompts[i], cells, sample_of(prompts[i])) for i in indices}
 
-    forwards, backwards = evaluated([0, 1, 2, 3]), evaluated([3, 2, 1, 0])
-    for index in range(4):
+    forwards, backwards = evaluated([0, 1, 2]), evaluated([2, 1, 0])
+    for index in range(3):
         for cell in cells:
             assert forwards[index][cell].outcome == backwards[index][cell].outcome
             assert same_positions(forwards[index].kept(cell), backwards[index].kept(cell))
