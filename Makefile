@@ -26,7 +26,7 @@ lint: $(VENV)/ready-to-test
 	$(BIN)/mypy kvbench policies tasks
 
 unit: $(VENV)/ready-to-test
-	HF_HUB_OFFLINE=1 $(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 # torch comes first and alone, so that no other requirement chooses it.
 $(VENV)/torch: constraints.txt
@@ -49,7 +49,7 @@ NEWEST := .venv-newest
 FREE := transformers|tokenizers|huggingface[-_]hub|hf[-_]xet
 
 newest: $(NEWEST)/ready
-	HF_HUB_OFFLINE=1 $(NEWEST)/bin/pytest tests/laws tests/tasks/test_models.py
+	$(NEWEST)/bin/pytest -n 2 --dist loadfile tests/laws tests/tasks/test_models.py
 
 $(NEWEST)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(NEWEST)

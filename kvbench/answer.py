@@ -39,7 +39,7 @@ class Outcome:
 
 @dataclass
 class FutureAttention:
-    """Observer of the full cache: u of KVP per layer, accumulated over the reference continuation.
+    """Observer of the full cache: u of KVP per layer, summed over the question and the reference.
 
     utility: layer -> (1, kv_head, context) float32. modules: layer -> (module, scaling).
     """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .attention import Layer
 from .cache import Cache
-from .config import RunConfig
+from .config import RunConfig, fingerprint
 from .errors import BadInput, StoreError
 from .loop import Ranker, Ranking, Target, evict, read, read_and_rank
 from .models import LoadedModel, OpenModel, open_model
@@ -174,6 +174,8 @@ def _samples(config: TraceConfig, opened: OpenModel) -> list[tuple[str, str, Pro
     if there < config.samples:
         raise BadInput(f"--samples {config.samples}: {', '.join(config.tasks)} have only {there} samples")
     turns = [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
+    if len({name for name, _, _ in turns}) < len(turns):
+        raise BadInput(f"{', '.join(config.tasks)} give the same sample twice: name each task once")
     return turns[: config.samples]
 
 
@@ -203,7 +205,8 @@ def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> l
     for sample, prompt in work.items:
         if isinstance(prompt, str):
             raise BadInput(f"sample '{sample.id}' of {spec}: {prompt}; use shorter samples")
-        found.append((f"{spec_of(task)}|{sample.id}", task.name, prompt))
+        ids = fingerprint([prompt.context, prompt.question, prompt.reference.ids])[:8]  # other data, other id
+        found.append((f"{spec_of(task)}|{sample.id}|{ids}", task.name, prompt))
     return found
 
 
@@ -221,10 +224,12 @@ def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
         "kv_heads": geometry.kv_heads,
         "head_dim": geometry.head_dim,
         "dtype": config.store,
+        "model_dtype": str(opened.dtype).removeprefix("torch."),
         "tasks": list(config.tasks),
         "length": config.length,
         "seed": config.seed,
         "under": config.under,
+        "under_weights": config.eviction.ranker.policy.identity if config.eviction else "",
     }
 
 

@@ -1,7 +1,7 @@
 """Eviction error: how much of the attention that the future paid was evicted.
 
 u_i is the utility of a cached token (see kvbench.observe.streamed_sums): the attention that the
-reference continuation pays to it on the full cache, maxed over the query heads of its group.
+question and the reference answer pay to it on the full cache, maxed over the query heads of its group.
 """
 
 from __future__ import annotations

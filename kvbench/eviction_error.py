@@ -175,6 +175,7 @@ def _row(
     cell = Cell(policy.name, tuple(asdict(policy).items()), budget, pins, "prefill", None)
     settings = {
         **cell.as_dict(),
+        "weights": policy.identity,
         "task": TASK,
         "task_params": {"split": config.split},
         "model": traces.header["model"],

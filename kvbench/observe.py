@@ -158,7 +158,7 @@ class Observation:
 
     @property
     def future_attention(self) -> Tensor:
-        """u of KVP: attention that the reference continuation pays to each slot, on the full cache.
+        """u of KVP: attention that question and reference answer pay to each slot, on the full cache.
 
         (batch, kv_head, slot) float32: sum over future tokens of the max over the group's heads.
         """

@@ -103,6 +103,11 @@ class Policy(ABC):
         return None
 
     @property
+    def identity(self) -> str:
+        """Fingerprint of what was learned: part of every row's identity, so retraining makes new rows."""
+        return ""
+
+    @property
     def card(self) -> Mapping[str, Any]:
         """How learned weights were made; empty for a policy that learns nothing."""
         return {}

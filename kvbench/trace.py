@@ -60,7 +60,8 @@ class Trace:
 
         heads: KV heads to read; their queries come with them.
         """
-        file = _opened(str(self.folder / f"shard-{self.info.shard:04d}" / f"layer-{index:02d}.safetensors"))
+        path = self.folder / f"shard-{self.info.shard:04d}" / f"layer-{index:02d}.safetensors"
+        file = _opened(str(path), path.stat().st_mtime_ns)
         if heads is None:
             q, k, v = (file.get_tensor(f"{self.info.id}.{name}") for name in "qkv")
             return q, k, v
@@ -74,7 +75,8 @@ class Trace:
 
 
 @lru_cache(maxsize=512)
-def _opened(path: str) -> Any:
+def _opened(path: str, changed: int) -> Any:
+    """A memory-mapped file, opened again when it has changed."""
     return safe_open(path, framework="pt")
 
 

@@ -11,8 +11,10 @@ from kvbench.trace import TraceSet
 from kvbench.training import Report, Trainer
 
 from .checkpoint import write_weights
+from .course import Lesson
+from .recipe import RECIPES, TrainConfig
 from .scorer import ScorerShape, ScorerWeights
-from .train import RECIPES, Lesson, TrainConfig, train
+from .train import train
 
 
 def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> dict[str, Any]:

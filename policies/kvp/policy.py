@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -51,6 +52,10 @@ class KVP(Policy):
         return TrainedFor(shape.layers, shape.kv_heads, shape.dim, card["model_sha256"])
 
     @property
+    def identity(self) -> str:
+        return str(load(self.weights)[2]["identity"])
+
+    @property
     def card(self) -> dict[str, Any]:
         return load(self.weights)[2]
 
@@ -81,4 +86,5 @@ def _read(path: Path, state: tuple[int, ...]) -> tuple[list[ScorerWeights], Scor
     stacked, shape, card = read_weights(path)
     folded = stacked.folded()
     agents = [folded.agents_of(layer, shape.kv_heads) for layer in range(shape.layers)]
-    return agents, shape, card
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()[:16]
+    return agents, shape, {**card, "identity": digest}

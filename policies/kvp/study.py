@@ -20,10 +20,13 @@ from kvbench.results import read_rows
 from kvbench.trace import TraceSet
 
 from .command import make_card, write
-from .train import RECIPES, Lesson, TrainConfig, train
+from .course import Lesson
+from .recipe import RECIPES, TrainConfig
+from .train import train
 
+BASE = {"pinned_share": 1.0}  # what every variant changes in the recipe of the shipped weights
 VARIANTS: dict[str, dict[str, Any]] = {
-    "shipped": {},
+    "base": {},
     "split-uniform": {"split": "uniform"},
     "split-boundary": {"split": "boundary"},
     "budgets-log": {"budgets": "log"},
@@ -40,7 +43,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "position-raw": {"position": "raw"},
     "position-normalised": {"position": "normalised"},
     "position-sinusoidal": {"position": "sinusoidal"},
-    "no-pins": {"pins": "none"},
+    "pins-half": {"pinned_share": 0.5},
+    "pins-none": {"pins": "none"},
     "refreshed": {},  # the same recipe on the traces of --refreshed
 }
 TIGHT, MIDDLE = 32, 128  # budgets
@@ -59,7 +63,7 @@ def train_variants(
         data = refreshed if name == "refreshed" else traces
         if data is None:
             raise BadInput("the variant 'refreshed' needs --refreshed: traces recorded with --under")
-        recipe: TrainConfig = replace(RECIPES["cpu"], **{"steps": steps, **VARIANTS[name]})
+        recipe: TrainConfig = replace(RECIPES["cpu"], **{"steps": steps, **BASE, **VARIANTS[name]})
         if lesson is None or lesson[0] != (data, recipe.split):
             lesson = None
             lesson = ((data, recipe.split), Lesson.prepare(recipe, data))

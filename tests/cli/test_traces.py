@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from kvbench import cli, models
 from kvbench.policies.kvp.checkpoint import read_weights
-from kvbench.policies.kvp.train import RECIPES, TrainConfig
+from kvbench.policies.kvp.recipe import RECIPES, TrainConfig
 from kvbench.results import read_rows
 from kvbench.trace import TraceSet
 from tests.kvp import make
@@ -26,14 +24,6 @@ COMMANDS = {
     "eviction-error": ["--traces", "--policy", "--budgets", "--split", "--pins", "--baseline", "--per-head"],
 }
 TRAIN = ["train", "--policy", "kvp", "--traces", "nowhere", "--out", "w.safetensors"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")

@@ -1,22 +1,13 @@
-"""One thread for these tests (their matrices are tiny), a model folder, and a task made of sentences."""
+"""A model folder, and a task made of sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-import torch
 
 from kvbench.trace import TraceSet
 from tests.kvp import make
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="package")

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from kvbench.policies.kvp.checkpoint import write_weights
+from kvbench.policies.kvp.recipe import TrainConfig
 from kvbench.policies.kvp.scorer import ScorerShape, ScorerWeights
-from kvbench.policies.kvp.train import TrainConfig
 from kvbench.policy import param
 from kvbench.registry import TASKS, register_task
 from kvbench.task import Answer, Sample, Samples, Setting, Task

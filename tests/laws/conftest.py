@@ -1,4 +1,4 @@
-"""One thread for the laws (matrices this small only wait for each other), toys and model folders."""
+"""Toys and model folders for the laws."""
 
 from __future__ import annotations
 
@@ -6,18 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.laws import toy
 from tests.tiny import tiny_model, tiny_tokenizer
-
-
-@pytest.fixture(scope="package", autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

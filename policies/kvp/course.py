@@ -1,0 +1,114 @@
+"""Which trace and which future every training step sees, with the utilities computed in advance.
+
+Every step takes one trace and one split point n, and treats the tokens after n as the future (reference:
+arXiv:2602.10238, section 3.2). The pairs are drawn from the seed before training, so the utilities of
+all splits of a trace come from one pass over it, and resuming needs no generator state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvbench.errors import BadInput
+from kvbench.policy import Pins
+from kvbench.trace import TraceSet, utilities
+
+from .recipe import Split, TrainConfig
+from .scorer import PositionFeature, position_features
+
+LEAST = 32  # tokens before a split point: below, there is nothing to rank
+
+
+@dataclass
+class Example:
+    """Tokens before one split of one trace. keys, values: (agent, n, dim); utility: (agent, n)."""
+
+    keys: Tensor
+    values: Tensor
+    utility: Tensor
+    positions: Tensor
+
+    def inputs(self, position: PositionFeature) -> Tensor:
+        """(agent, token, inputs) float32."""
+        features = position_features(self.positions, position).expand(self.keys.shape[0], -1, -1)
+        return torch.cat([self.keys.float(), self.values.float(), features], -1)
+
+
+@dataclass
+class Curriculum:
+    """Which trace and split each step uses, with the utilities already computed.
+
+    visits: per step (trace, split). utility: the same keys -> (agent, n) float32.
+    """
+
+    traces: TraceSet
+    visits: list[tuple[int, int]]
+    utility: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _memory: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @classmethod
+    def draw(cls, traces: TraceSet, chosen: list[int], count: int, split: Split, seed: int) -> Curriculum:
+        """`count` visits over the chosen traces, each trace as often as the others (+-1)."""
+        generator = torch.Generator().manual_seed(seed)
+        visits: list[tuple[int, int]] = []
+        while len(visits) < count:
+            for i in torch.randperm(len(chosen), generator=generator).tolist():
+                info = traces.infos[chosen[i]]
+                draw = torch.rand(2, generator=generator).tolist()
+                at_boundary = split == "boundary" or (split == "mix" and draw[0] < 0.5)
+                least = min(LEAST, info.tokens - 2)
+                n = info.context if at_boundary else least + int(draw[1] * (info.tokens - 1 - least))
+                visits.append((chosen[i], max(1, min(n, info.tokens - 1))))
+        return cls(traces, visits[:count])
+
+    def prepare(self, advance: Callable[[str], None] = lambda text: None) -> None:
+        """Compute the utility of every visit, one pass per trace, and keep keys and values in memory."""
+        for trace in sorted({trace for trace, _ in self.visits}):
+            splits = sorted({n for t, n in self.visits if t == trace})
+            found: list[list[Tensor]] = [[] for _ in splits]
+            keys, values = [], []
+            for layer in range(self.traces.layers):
+                q, k, v = self.traces[trace].layer(layer)
+                for i, u in enumerate(utilities(q, k, self.traces.infos[trace].scaling, splits)):
+                    found[i].append(u)
+                keys.append(k)
+                values.append(v)
+            self._memory[trace] = (torch.cat(keys), torch.cat(values))
+            self.utility.update({(trace, n): torch.cat(u) for n, u in zip(splits, found, strict=True)})
+            advance("utilities")
+
+    def example(self, step: int, pins: Pins) -> Example:
+        """The tokens that compete in this step: those before the split that are not pinned."""
+        trace, n = self.visits[step]
+        keys, values = self._memory[trace]
+        first, stop = (pins.first, n - pins.last) if n > pins.total + 1 else (0, n)
+        part = slice(first, stop)
+        utility = self.utility[trace, n][:, part]
+        return Example(keys[:, part], values[:, part], utility, torch.arange(first, stop))
+
+
+@dataclass
+class Lesson:
+    """A recipe's course and its exam on held-out traces, with utilities computed."""
+
+    course: Curriculum
+    exam: Curriculum
+
+    @classmethod
+    def prepare(
+        cls, config: TrainConfig, traces: TraceSet, advance: Callable[[str], None] = lambda text: None
+    ) -> Lesson:
+        """Draw and compute what the recipe's steps need. Raises BadInput for too few traces."""
+        held_out = max(1, round(len(traces) * config.validation))
+        if len(traces) <= held_out:
+            raise BadInput(f"{len(traces)} traces are too few to train and validate: record 2 or more")
+        chosen = list(range(len(traces)))
+        course = Curriculum.draw(traces, chosen[:-held_out], config.steps, config.split, config.seed)
+        exam = Curriculum.draw(traces, chosen[-held_out:], 2 * held_out, "mix", config.seed + 1)
+        course.prepare(advance)
+        exam.prepare(advance)
+        return cls(course, exam)
