@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -22,6 +22,9 @@ from .registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
 from .results import Store, read_rows
 from .rows import sample_rows
 from .task import Task
+
+if TYPE_CHECKING:
+    from .models import OpenModel
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,7 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
     from .models import open_model
 
     opened = open_model(config.model, config.device, config.dtype)
-    for policy in policies:
-        check_fits(policy, opened)
+    policies, left_out = _fitting(config, policies, opened)
     work = [Work.build(config, plan_task(config, task, policies), opened) for task in tasks]
     fixed = {
         "model": opened.name,
@@ -71,8 +73,25 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
                     for sample, prompt in item.missing(store.done):
                         store.append(sample_rows(item, lm, sample, prompt, store.done))
                         advance(item.plan.task.name)
-        notes = list(store.notes)
+        notes = [*left_out, *store.notes]
     return _result(path, work, notes)
+
+
+def _fitting(config: RunConfig, policies: list[Policy], opened: OpenModel) -> tuple[list[Policy], list[str]]:
+    """The policies that can run on the model, and notes on those that "all" brought and that cannot.
+
+    Raises BadInput for one that was asked for by name.
+    """
+    fitting, notes = [], []
+    for policy in policies:
+        try:
+            check_fits(policy, opened)
+            fitting.append(policy)
+        except BadInput as error:
+            if spec_of(policy) in config.policies or "all" not in config.policies:
+                raise
+            notes.append(f"{spec_of(policy)} is left out: {error}")
+    return fitting, notes
 
 
 def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:

@@ -166,3 +166,31 @@ def test_native_pins_and_contract() -> None:
     policy = POLICIES.get("kvp")
     assert (policy().pins.first, policy().pins.last) == (4, 16)
     assert {need.name for need in policy.needs} == {"KEYS", "VALUES"}
+
+
+@pytest.mark.usefixtures("story")
+def test_all_leaves_out_what_was_trained_for_another_model(folder: str, tmp_path: Path) -> None:
+    """`--policy all` on another model runs the policies that fit and says which one does not."""
+    config = kvbench.RunConfig(("all",), ("story",), (24,), folder, limit=1, out=str(tmp_path / "r"))
+    result = kvbench.run(config, progress=False)
+    assert "kvp" not in set(result.rows["policy"])
+    assert {"full", "random", "snapkv"} <= set(result.rows["policy"])
+    assert [note for note in result.notes if note.startswith("kvp is left out: the weights of kvp")]
+
+
+@pytest.mark.usefixtures("story")
+def test_rows_of_retrained_weights_are_new(folder: str, tmp_path: Path) -> None:
+    """Training again to the same file changes the rows' identity, so nothing stale is reported."""
+
+    def run(seed: int) -> tuple[set[str], set[str]]:
+        shape = ScorerShape(LAYERS, KV_HEADS, HEAD_DIM, hidden=8)
+        sha256 = models.fingerprint_folder(Path(folder))
+        specs = (f"kvp:weights={make.weights_file(tmp_path / 'w.safetensors', shape, sha256, seed)}",)
+        config = kvbench.RunConfig(specs, ("story",), (24,), folder, limit=1, out=str(tmp_path / "r"))
+        rows = kvbench.run(config, progress=False).rows
+        return set(rows["key"][rows["policy"] == "kvp"]), set(rows["key"][rows["policy"] == "full"])
+
+    first, again, other = run(1), run(1), run(2)
+    assert first == again
+    assert not first[0] & other[0]
+    assert first[1] == other[1]
