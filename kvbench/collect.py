@@ -228,6 +228,7 @@ def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
         "tasks": list(config.tasks),
         "length": config.length,
         "seed": config.seed,
+        "data": Path(config.data).name if config.data else None,
         "under": config.under,
         "under_weights": config.eviction.ranker.policy.identity if config.eviction else "",
     }

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import StoreError
 from kvbench.trace import TraceSet
 from kvbench.training import Report, Trainer
 
@@ -24,6 +25,7 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
     model and its fingerprint.
     """
     traces = TraceSet(folder)
+    _check_writable(out)
     started = time.perf_counter()
 
     last = [0, started]  # step and time of the last report
@@ -51,6 +53,17 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
     return card
 
 
+def _check_writable(out: Path) -> None:
+    """Refuse before hours of training what cannot be saved after them. Raises StoreError."""
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        probe = out.with_name(out.name + ".tmp")
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise StoreError(f"cannot write {out} ({error.strerror}): choose another --out") from error
+
+
 def make_card(recipe: TrainConfig, traces: TraceSet, cost: float) -> dict[str, Any]:
     """What the weights are: model, data, recipe (with seed and steps) and validation cost."""
     return {
@@ -59,9 +72,27 @@ def make_card(recipe: TrainConfig, traces: TraceSet, cost: float) -> dict[str, A
         "model_sha256": traces.header["model_sha256"],
         "data": {key: traces.header[key] for key in ("tasks", "length", "seed", "under")},
         "traces": len(traces),
+        "commands": commands(recipe, traces),
         "recipe": asdict(recipe),
         "validation_cost": cost,
     }
+
+
+def commands(recipe: TrainConfig, traces: TraceSet) -> list[str]:
+    """The two commands that make these weights again."""
+    header = traces.header
+    record = (
+        f"kvbench trace --model {header['model']} --task {','.join(header['tasks'])} --samples {len(traces)}"
+    )
+    for option in ("length", "seed", "data", "under"):
+        if header.get(option) is not None:
+            record += f" --{option} {header[option]}"
+    defaults = asdict(RECIPES["cpu"])
+    changed = [f" --{k.replace('_', '-')} {v}" for k, v in asdict(recipe).items() if v != defaults[k]]
+    return [
+        f"{record} --out traces",
+        f"kvbench train --policy kvp --traces traces{''.join(changed)} --out FILE",
+    ]
 
 
 def write(
