@@ -107,7 +107,7 @@ def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
     header, body = _pivot(lines, metric, counts[-1] if counts else 0)
     if fmt == "md":
         return f"### {title}\n\n{_markdown(header, body)}"
-    table = Table(title=title, box=SIMPLE_HEAD, title_justify="left", title_style="", pad_edge=False)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(header):
         table.add_column(name, justify="right" if index else "left", no_wrap=not index)
     for row in body:
@@ -122,7 +122,8 @@ def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
     )
     with console.capture() as captured:
         console.print(table)
-    return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
+    lines_of_text = [line.rstrip() for line in captured.get().strip("\n").split("\n")]
+    return "\n".join([title, *lines_of_text])  # a title of the table's own would wrap at its width
 
 
 def _pivot(lines: pd.DataFrame, metric: str, most: int) -> tuple[list[str], list[list[str]]]:
