@@ -1,8 +1,8 @@
 """`kvbench eviction-error`: how well policies rank recorded tokens, without any model call.
 
 For every trace and split point, each policy ranks the tokens before the split from recorded queries, keys
-and values; the recorded future says what each ranking cost. One row per (policy, budget, trace, split),
-in the schema of a run, so `table`, `plot` and `compare` read them.
+and values; the recorded future says what each ranking cost. One row per (policy, budget, trace), in the
+schema of a run, so `table` and `plot` read them.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _rows(
     policies: list[Policy],
     heads: dict[str, list[Tensor]],
 ) -> list[dict[str, Any]]:
-    """All rows of one trace."""
+    """All rows of one trace: splits of one trace are not independent, so a row has their mean."""
     splits = _splits(config, trace)
     asked = parse_pins(config.pins)
     orders: dict[tuple[int, str], list[Tensor]] = {}
@@ -127,19 +127,18 @@ def _rows(
                 pins = policy.pins if asked is None else asked
                 order = rank(validated_score(policy, seen), seen.positions, pins, n)[0]
                 orders.setdefault((i, spec_of(policy)), []).append(order)
+    stacked = [torch.stack(layers) for layers in utility]  # per split (layer, kv_head, n)
     rows = []
-    for i, n in enumerate(splits):
-        u = torch.stack(utility[i])  # (layer, kv_head, n)
-        for policy in policies:
-            spec = spec_of(policy)
-            order = torch.stack(orders[i, spec])
-            cost = eviction_cost(order, u)
-            heads.setdefault(spec, []).append(cost)
-            pins = policy.pins if asked is None else asked
-            for budget in config.budgets:
-                missed = missed_mass(keep(order, budget), u).mean().item()
-                metrics = {"eviction_cost": cost.mean().item(), "missed_mass": missed}
-                rows.append(_row(config, traces, trace, n, policy, pins, budget, metrics))
+    for policy in policies:
+        spec = spec_of(policy)
+        ranked = [torch.stack(orders[i, spec]) for i in range(len(splits))]
+        costs = torch.stack([eviction_cost(o, u) for o, u in zip(ranked, stacked, strict=True)]).mean(0)
+        heads.setdefault(spec, []).append(costs)
+        pins = policy.pins if asked is None else asked
+        for budget in config.budgets:
+            missed = [missed_mass(keep(o, budget), u).mean() for o, u in zip(ranked, stacked, strict=True)]
+            metrics = {"eviction_cost": costs.mean().item(), "missed_mass": torch.stack(missed).mean().item()}
+            rows.append(_row(config, traces, trace, splits, policy, pins, budget, metrics))
     return rows
 
 
@@ -168,8 +167,8 @@ def _observation(
 
 
 def _row(
-    config: ErrorConfig, traces: TraceSet, trace: Trace, n: int, policy: Policy, pins: Pins, budget: int,
-    metrics: dict[str, float],
+    config: ErrorConfig, traces: TraceSet, trace: Trace, splits: list[int], policy: Policy, pins: Pins,
+    budget: int, metrics: dict[str, float],
 ) -> dict[str, Any]:  # fmt: skip
     """One row in the schema of a run."""
     cell = Cell(policy.name, tuple(asdict(policy).items()), budget, pins, "prefill", None)
@@ -183,7 +182,8 @@ def _row(
         "template": "recorded",
         "seed": config.seed,
     }
-    sample = f"{trace.info.id}@{n}"
+    sample = f"{trace.info.id}@{'+'.join(map(str, splits))}"
+    tokens = sum(splits) / len(splits)
     identity = fingerprint([settings, traces.header])
     return {
         "key": fingerprint([identity, sample]),
@@ -193,10 +193,10 @@ def _row(
         "task_spec": f"{TASK}:split={config.split}",
         "pins_mode": config.pins,
         "sample": sample,
-        "context_tokens": n,
-        "question_tokens": trace.info.tokens - n,
-        "kept": min(budget, n),
-        "peak": n,
+        "context_tokens": round(tokens),
+        "question_tokens": trace.info.tokens - round(tokens),
+        "kept": round(sum(min(budget, n) for n in splits) / len(splits)),
+        "peak": max(splits),
         "layers": traces.layers,
         "evicted_layers": traces.layers,
         "status": "ok",

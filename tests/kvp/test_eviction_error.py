@@ -107,7 +107,8 @@ def test_uniform_splits_come_from_seed_and_trace(synthetic: TraceSet, tmp_path: 
         config = asked(synthetic, tmp_path / name, policies=("knorm",), split="uniform", splits=3, seed=seed)
         found.append(set(read_rows(measure(config, progress=False)[0])["sample"]))
     assert found[0] == found[1] != found[2]
-    points = [int(sample.split("@")[1]) for sample in found[0]]
+    assert len(found[0]) == len(synthetic)  # one row per trace: its splits are not independent samples
+    points = [int(point) for sample in found[0] for point in sample.split("@")[1].split("+")]
     assert all(32 <= point < make.TOKENS for point in points)
     assert len(set(points)) > 5  # other traces, other points
 
