@@ -9,8 +9,14 @@ import uuid
 from pathlib import Path
 
 from kvbench.errors import BadInput
-from kvbench.tasks.needle import NOISE
 
+NOISE = (
+    "The grass is green.",
+    "The sky is blue.",
+    "The sun is yellow.",
+    "Here we go.",
+    "There and back again.",
+)
 LINE = " ".join(NOISE)
 ADJECTIVES = (
     "amber ample ancient arctic autumn bitter bold brave breezy bright bronze calm careful cheerful civic "

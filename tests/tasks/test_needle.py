@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from kvbench.errors import BadInput
 from kvbench.prompt import build_prompt, count_tokens
 from kvbench.task import Answer, Setting
-from kvbench.tasks.needle import NOISE, Needle
+from kvbench.tasks.needle import Needle
+from kvbench.tasks.ruler.text import NOISE
 from tests.tasks.test_prompt import sentencepiece_like
 from tests.tiny import tiny_tokenizer
 
