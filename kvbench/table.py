@@ -83,7 +83,8 @@ def _blocks(lines: pd.DataFrame, main: str) -> tuple[list[str], list[str]]:
     """Metrics to show, the main one first, and those left to the long formats."""
     names = [name for name in dict.fromkeys(lines["metric"]) if name not in (main, "majority_rate")]
     order = [name for name in METRICS if name in names] + [name for name in names if name not in METRICS]
-    costs = [name for name in order if describe(name).unit in COSTS]
+    derived = [] if main == "nll" else ["ppl"]  # says again what nll says, where it is not the point
+    costs = [name for name in order if describe(name).unit in COSTS or name in derived]
     shown = [name for name in order if name not in costs]
     if describe(main).unit in COSTS:  # they were asked for
         return [main, *order], []
