@@ -119,15 +119,17 @@ def scores(weights: ScorerWeights, inputs: Tensor) -> Tensor:
 
 
 def fast_scores(weights: ScorerWeights, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
-    """Scores from folded weights without concatenating the inputs.
+    """Scores from folded weights: the inputs are never joined, and one hidden layer is written in place.
 
     keys, values: (batch, agent, token, dim); positions: (batch, agent, token, features). Returns
     (batch, agent, token) float32.
     """
-    dim = keys.shape[-1]
-    hidden = torch.matmul(keys.float(), weights.w1[:, :dim])
-    hidden += torch.matmul(values.float(), weights.w1[:, dim : 2 * dim])
+    batch, agents, tokens, dim = keys.shape
+    w1, b1, w2, b2 = (part.repeat(batch, 1, 1) for part in weights.trained)  # a copy of small tensors
+    parts = [part.flatten(0, 1) for part in (keys.float(), values.float(), positions)]
+    hidden = torch.baddbmm(b1, parts[0], w1[:, :dim])
+    hidden.baddbmm_(parts[1], w1[:, dim : 2 * dim])
     if positions.shape[-1]:
-        hidden += torch.matmul(positions, weights.w1[:, 2 * dim :])
-    hidden = torch.nn.functional.gelu(hidden.add_(weights.b1))
-    return torch.matmul(hidden, weights.w2)[..., 0] + weights.b2[..., 0]
+        hidden.baddbmm_(parts[2], w1[:, 2 * dim :])
+    hidden = torch.nn.functional.gelu(hidden)
+    return ((hidden * w2.transpose(1, 2)).sum(-1) + b2[..., 0]).view(batch, agents, tokens)
