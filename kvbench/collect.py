@@ -18,7 +18,7 @@ from .errors import BadInput, StoreError
 from .loop import Ranker, Ranking, Target, evict, read, read_and_rank
 from .models import LoadedModel, OpenModel, open_model
 from .observe import draw_key
-from .plan import Work, check_fits, plan_task
+from .plan import Work, check_data, check_fits, plan_task
 from .progress import progress as progress_bar
 from .prompt import Prompt
 from .registry import POLICIES, TASKS, expand_tasks, spec_of
@@ -168,6 +168,7 @@ class _Both:
 def _samples(config: TraceConfig, opened: OpenModel) -> list[tuple[str, str, Prompt]]:
     """(trace id, task, prompt) of every sample, the tasks taking turns."""
     specs = expand_tasks(config.tasks)
+    check_data(config.data, [TASKS.parse(spec) for spec in specs])
     per_task = -(-config.samples // len(specs))
     columns = [_column(config, opened, spec, per_task) for spec in specs]
     there = sum(map(len, columns))
@@ -198,7 +199,6 @@ def _with_length(spec: str, length: int) -> str:
 
 def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[tuple[str, str, Prompt]]:
     task = TASKS.parse(spec)
-    task.check(config.data)
     run = RunConfig(("-",), (spec,), (1,), config.model, limit=count, seed=config.seed, data=config.data)
     work = Work.build(run, plan_task(run, task, []), opened)
     found = []

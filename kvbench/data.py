@@ -148,12 +148,27 @@ def _from_hub(dataset: Dataset) -> tuple[list[Row], str] | None:
     """The hub's rows, from its cache when offline; None when they cannot be had."""
     import datasets
 
+    quiet = contextlib.redirect_stderr(io.StringIO())  # progress bars
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # progress bars
+        with quiet, contextlib.nullcontext() if hub_reachable() else _offline():
             found = datasets.load_dataset(dataset.hub, dataset.config, split=dataset.split)
     except Exception:  # offline, gone, gated, another schema: the caller names every source
         return None
     return _checked(dataset, found, f"hub {dataset.hub}, {dataset.split}")
+
+
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Only the hub's cache for a while: without it, each missing file is asked for six times."""
+    import datasets
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
 def _checked(dataset: Dataset, found: Iterable[Row], source: str) -> tuple[list[Row], str]:

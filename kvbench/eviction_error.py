@@ -41,7 +41,7 @@ class ErrorConfig:
 
     traces: str
     policies: tuple[str, ...]
-    budgets: tuple[int, ...] = (16, 32, 64, 128, 256)
+    budgets: tuple[int, ...] = (32, 64, 128, 256)
     split: str = "boundary"
     splits: int = 4
     pins: str = "none"

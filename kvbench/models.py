@@ -229,11 +229,11 @@ def _on_hub(repo: str, revision: str | None) -> bool:
 
 def hub_reachable() -> bool:
     """Whether the hub may be asked (HF_HUB_OFFLINE is not set) and answers within a second."""
-    import huggingface_hub as hub
+    from huggingface_hub import constants
 
-    if hub.constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
+    if constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "") not in ("", "0"):
         return False
-    host = re.sub(r"^https?://|[:/].*$", "", hub.constants.ENDPOINT)
+    host = re.sub(r"^https?://|[:/].*$", "", constants.ENDPOINT)
     try:
         socket.create_connection((host, 443), timeout=1).close()
     except OSError:

@@ -79,6 +79,31 @@ def uniform_at(key: int, positions: Tensor) -> Tensor:
     return ((x >> 40) & 0xFFFFFF).to(torch.float32) / (1 << 24)
 
 
+class _Undeclared:
+    """Stands in for keys or values that a policy did not declare: any use of it is an error."""
+
+    def __init__(self, need: Need) -> None:
+        self._need = need
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise PluginError(f"{self._need} was read but not declared in `needs`")
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [value for value in args if isinstance(value, cls)]
+        what = f"{found[0]._need}" if found else "keys or values"
+        raise PluginError(f"{what} was read but not declared in `needs`")
+
+    __getitem__ = __len__ = __iter__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __neg__ = __matmul__ = __pow__ = _refuse
+
+
+UNDECLARED = {need: _Undeclared(need) for need in (Need.KEYS, Need.VALUES)}
+
+
 @dataclass
 class Observation:
     """One layer as a policy sees it. Slots are in ascending original position.
@@ -107,20 +132,28 @@ class Observation:
     full_index: int = 0
     needs: frozenset[Need] = frozenset(Need)
     _shared: dict[Any, Any] = field(default_factory=dict)
+    _whole: Observation | None = None
 
     def limited_to(self, needs: frozenset[Need]) -> Observation:
         """The same observation for a policy that declared `needs`; shared work stays shared."""
-        return Observation(
-            **{**self.__dict__, "needs": needs},
-        )
+        shown = {**self.__dict__, "needs": needs, "_whole": self._whole or self}
+        for name, need in (("keys", Need.KEYS), ("values", Need.VALUES)):
+            if need not in needs:
+                shown[name] = UNDECLARED[need]
+        return Observation(**shown)
+
+    @property
+    def _all_keys(self) -> Tensor:
+        """Keys for shared work, which a policy may use without looking at keys itself."""
+        return (self._whole or self).keys
 
     @property
     def slots(self) -> int:
-        return self.keys.shape[2]
+        return self.positions.shape[2]
 
     @property
     def kv_heads(self) -> int:
-        return self.keys.shape[1]
+        return self.positions.shape[1]
 
     def window_queries(self, window: int) -> Tensor:
         """Queries of the last min(window, new) tokens, after RoPE: (batch, query_head, w, dim)."""
@@ -137,7 +170,7 @@ class Observation:
 
     def _window(self, window: int) -> Tensor:
         queries = self._queries[:, :, -window:]
-        return attention_rows(queries, self.keys, self.scaling, self.slots - queries.shape[2])
+        return attention_rows(queries, self._all_keys, self.scaling, self.slots - queries.shape[2])
 
     @property
     def attention_sums(self) -> Tensor:
@@ -145,7 +178,7 @@ class Observation:
         self._require(Need.ATTENTION_SUMS)
         offset = self.slots - self.new
         return self._once(
-            "sums", lambda: streamed_sums(self._queries, self.keys, self.scaling, offset, "sum")
+            "sums", lambda: streamed_sums(self._queries, self._all_keys, self.scaling, offset, "sum")
         )
 
     @property

@@ -60,6 +60,14 @@ def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan
     return TaskPlan(task, config.question or task.question, cells, specs, full)
 
 
+def check_data(data: str | None, tasks: list[Task]) -> None:
+    """Refuse bad or missing data, and a file that no task would read. Raises BadInput."""
+    if data is not None and not any(task.takes_data for task in tasks):
+        raise BadInput(f"--data {data}: {', '.join(task.name for task in tasks)} read no data; leave it out")
+    for task in tasks:
+        task.check(data)
+
+
 def check_fits(policy: Policy, opened: OpenModel) -> None:
     """Refuse learned weights on a model that they were not trained for.
 

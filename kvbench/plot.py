@@ -157,7 +157,7 @@ def _draw_policy(axes: Axes, part: pd.DataFrame, look: Style, shift: float) -> N
         budgets, mean, look.line, linewidth=look.width, marker=marker, markersize=6, **shared
     )
     told = textwrap.fill(short(label), 30)
-    curve.set_label({LOWER: f"{told} (lower bracket)", UPPER: f"{told} (upper bracket)"}.get(look.line, told))
+    curve.set_label(f"{told} (bracket)" if look.line in (LOWER, UPPER) else told)
     curve.set_gid(label)
     if len(part) > 1:
         axes.fill_between(budgets, low, high, color=look.color, alpha=0.05, linewidth=0, zorder=1)

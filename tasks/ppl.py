@@ -44,6 +44,7 @@ class Perplexity(Task):
     """Base: nothing is answered, only the reference is measured."""
 
     metric = "ppl"
+    takes_data = True
     question = "withheld"
 
     def score(self, sample: Sample, answer: Answer) -> dict[str, float]:

@@ -74,6 +74,8 @@ class Question:
 class Qa(Ruler):
     """Base of the two: reads the data, mixes documents."""
 
+    takes_data = True
+
     dataset: ClassVar[Dataset]
 
     max_new_tokens: int = param(32, "RULER")

@@ -41,6 +41,7 @@ BAD = [
     (["--dtype", "float8"], ["--dtype 'float8'", "bfloat16"]),
     (["--question", "maybe"], ["--question 'maybe'", "withheld, seen"]),
     (["--data", "no/such.jsonl"], ["no/such.jsonl"]),
+    (["--task", "needle", "--data", __file__], ["needle read no data"]),
 ]
 
 
@@ -162,3 +163,13 @@ def test_wrong_names_and_numbers_are_refused_without_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_data_that_nobody_has_names_every_source() -> None:
+    """In a process of its own: what other modules happened to import must not matter."""
+    command = ["run", "--policy", "knorm", "--task", "ruler/qa_1", "--budgets", "64", "--limit", "1"]
+    code = f"import sys; from kvbench.cli import main; sys.argv = ['kvbench', *{command}]; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: no source has rajpurkar/squad_v2")
+    assert "Traceback" not in done.stderr

@@ -53,7 +53,7 @@ def test_every_policy_has_its_curve(run: Path) -> None:
     assert axes.get_xlabel() == "budget (KV pairs per KV head per layer)"
     assert axes.get_ylabel() == "accuracy (0..1, higher is better)"
     names = [text.get_text() for text in fig.legends[0].get_texts()]
-    assert names[:2] == ["full cache (≈1003 pairs)", "oracle (upper bracket)"]
+    assert names[:2] == ["full cache (≈1003 pairs)", "oracle (bracket)"]
     assert any(name.startswith("majority rate 0.") for name in names)
 
 

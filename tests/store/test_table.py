@@ -94,3 +94,14 @@ def test_names_are_printed_as_they_are(tmp_path: Path, text: str) -> None:
     found = aggregate(read_rows(tmp_path))
     assert render(found, "text").startswith(f"{text}: ")
     assert {item["task"] for item in json.loads(render(found, "json"))} == {text}
+
+
+def test_a_narrow_terminal_cuts_no_number(frame: pd.DataFrame, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    wide = render(frame, "text").split()
+    monkeypatch.setenv("COLUMNS", "40")
+    narrow = render(frame, "text")
+    assert "…" not in narrow
+    cells = [word for word in wide if word.startswith("[0.") or word.startswith("[1.")]
+    assert cells
+    assert sorted(cells) == sorted(word for word in narrow.split() if word.startswith(("[0.", "[1.")))
