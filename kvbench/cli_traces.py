@@ -110,7 +110,10 @@ def eviction_error(
     typer.echo(render(aggregate(rows, ["eviction_cost", "missed_mass"]), "text").rstrip("\n"))
     if baseline:
         first = rows[rows["budget"] == min(config.budgets)]
-        typer.echo(paired(first, baseline, "eviction_cost").to_string(index=False))
+        columns = ["policy", "mean", "lo", "hi", "n", "win", "tie", "loss", "p"]
+        pairs = paired(first, baseline, "eviction_cost")[columns]
+        typer.echo(f"\neviction cost minus that of {baseline}, paired over traces, 95% interval, sign test:")
+        typer.echo(pairs.to_string(index=False, float_format=lambda value: f"{value:.3g}"))
     if per_head:
         (path / "per_head.json").write_text(json.dumps(heads))
         typer.echo(f"per head: {path / 'per_head.json'}")

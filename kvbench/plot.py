@@ -180,8 +180,13 @@ def _scale(axes: Axes, lines: pd.DataFrame, metric: str) -> None:
     axes.set_axisbelow(True)
     means = lines["mean"].to_numpy(dtype=float)
     limits = describe(metric).limits
-    if limits is not None and limits[1] is None and means.min() > 0 and means.max() > 30 * means.min():
-        axes.set_yscale("log")
+    least, most = means.min(), means.max()
+    if limits is not None and limits[1] is None and least > 0 and most > 30 * least:
+        if least < 1e-4 * most:  # rounding noise around 0 must not fill the axis: linear there
+            axes.set_yscale("symlog", linthresh=1e-3 * most, linscale=0.5)
+            axes.set_ylim(bottom=0)
+        else:
+            axes.set_yscale("log")
     elif limits is not None:
         bottom, top = axes.get_ylim()
         if limits[0] is not None:
