@@ -15,7 +15,7 @@ def footnotes(lines: pd.DataFrame) -> list[str]:
     if lines["lo"].notna().any():
         notes.append("[lo,hi]: 95% bootstrap interval over samples; no width means that all samples agree.")
     if (lines["metric"] == "eviction_cost").any():
-        notes.append("The eviction cost is that of the whole ranking, pins included: the same at every budget.")
+        notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
     notes += _majority(lines) + _pinned(lines) + _missing(lines) + _layers(lines)
     return notes
 
