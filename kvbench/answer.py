@@ -78,13 +78,11 @@ def answer_rows(
     start = len(prompt.context)
     forced = _teacher_force(lm, cache, prompt, full_logprobs, observer)
     cache.rewind(mark, len(prompt.question))
-    after_question = cache.mark()
     position = start + len(prompt.question)
     if prompt.choices:
         answers = _score_choices(lm, cache, prompt, forced, position)
     else:
         answers = _generate(lm, cache, sample, forced.first, position)
-    cache.rewind(after_question, 0)
     cache.rewind(mark)
     kl = [None] * cache.rows if forced.kl is None else forced.kl.tolist()
     scored = prompt.reference.scored

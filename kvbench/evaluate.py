@@ -90,7 +90,8 @@ def evaluate(
     outcomes, context.full_logprobs = answer_rows(lm, context.full, prompt, sample, observer=context.future)
     seconds = {"prefill_s": context.prefill_s, "score_s": 0.0, "answer_s": time.perf_counter() - started}
     n = len(prompt.context)
-    full = Measurement(outcomes[0], *_held(lm, context.full, 0), 0.0, None, seconds)
+    held = _held(lm, context.full, 0, _positions(lm, context.full, 0))
+    full = Measurement(outcomes[0], *held, 0.0, None, seconds)
     done = Evaluated(full)
     if n == 0:  # nothing is cached before the question, so nothing can be evicted
         done.cells = dict.fromkeys(cells, full)
@@ -140,9 +141,9 @@ def _rank_late(context: _Context, cells: dict[Cell, Ranker]) -> None:
 
 def _eviction_costs(context: _Context) -> dict[Ranker, float]:
     """C(sigma)/C(sigma*) of each ranking, the mean over layers and KV heads."""
-    ranking = context.ranking
+    ranking, utility = context.ranking, context.utility
     return {
-        ranker: eviction_cost(ranking.order(row, ranker), context.utility).mean().item()
+        ranker: eviction_cost(ranking.order(row, ranker), utility).mean().item()
         for row, ranker in ranking.orders
         if (row, ranker) not in ranking.failed
     }
@@ -186,8 +187,9 @@ def _evaluate_batch(
             done[cell] = Failure(compressed.failed[target])
             continue
         row = compressed.row_of[target]
-        kept, peak, kv_bytes = _held(lm, compressed.cache, row)
-        missed = missed_mass(_positions(lm, compressed.cache, row), utility).mean().item()
+        positions = _positions(lm, compressed.cache, row)
+        kept, peak, kv_bytes = _held(lm, compressed.cache, row, positions)
+        missed = missed_mass(positions, utility).mean().item()
         score_s = compressed.seconds.get(target.ranker, 0.0)
         times = {"prefill_s": context.prefill_s, "score_s": score_s, "answer_s": answer_s}
         peak = max(peak, compressed.peak[target])
@@ -221,14 +223,13 @@ def _positions(lm: LoadedModel, cache: Cache, row: int) -> Tensor:
     return torch.stack([bucket.view(layer)[2][offset].to(lm.device) for layer in lm.geometry.full_layers])
 
 
-def _held(lm: LoadedModel, cache: Cache, row: int) -> tuple[int, int, int]:
-    """Pairs per KV head, slots and bytes of a row, counted in its tensors."""
+def _held(lm: LoadedModel, cache: Cache, row: int, positions: Tensor) -> tuple[int, int, int]:
+    """Pairs per KV head, slots and bytes of a row with these positions, counted in its tensors."""
     bucket, offset = cache.locate(row)
-    if bucket.filled[lm.geometry.full_layers[0]] == 0:
+    if positions.shape[-1] == 0:
         return 0, 0, 0
     layers = range(lm.geometry.layers)
     size = sum(tensor[offset].nbytes for layer in layers for tensor in bucket.view(layer)[:2])
-    positions = _positions(lm, cache, row)
     distinct = (positions.diff(dim=-1) > 0).sum(-1) + 1
     kept = {int(count) for count in distinct.unique()}
     assert len(kept) == 1, f"KV heads hold different numbers of pairs: {kept}"

@@ -84,6 +84,7 @@ class Ranking:
     failed: dict[tuple[int, Ranker], str] = field(default_factory=dict)
     seconds: dict[Ranker, float] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    _finished: dict[tuple[int, Ranker], Tensor] = field(default_factory=dict)
 
     def __call__(self, layer: Layer) -> None:
         if layer.index not in self.lm.geometry.full_layers:
@@ -126,8 +127,14 @@ class Ranking:
         self.seconds[ranker] = self.seconds.get(ranker, 0.0) + spent
 
     def order(self, row: int, ranker: Ranker) -> Tensor:
-        """The finished ranking of a row: (full_layer, kv_head, slot), on the model's first device."""
-        return torch.stack([order.to(self.lm.device) for order in self.orders[row, ranker]])
+        """The finished ranking of a row: (full_layer, kv_head, slot), on the model's first device.
+
+        Joined once, whatever the number of budgets that are cut from it.
+        """
+        if (row, ranker) not in self._finished:
+            layers = [order.to(self.lm.device) for order in self.orders[row, ranker]]
+            self._finished[row, ranker] = torch.stack(layers)
+        return self._finished[row, ranker]
 
 
 def _constant(value: Tensor) -> Any:

@@ -20,7 +20,7 @@ import pandas as pd
 from .errors import StoreError
 from .manifest import MANIFEST, SCHEMA, prepare_manifest, read_manifest
 
-__all__ = ["ROWS", "SCHEMA", "TORN", "Store", "read_manifest", "read_rows"]
+__all__ = ["ROWS", "SCHEMA", "TORN", "Store", "check_writable", "read_manifest", "read_rows"]
 
 ROWS = "rows.jsonl"
 TORN = "rows.torn"  # what a killed process left half written, kept for inspection
@@ -187,6 +187,22 @@ class Store:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse early what could not be stored later; leaves nothing behind. Raises StoreError."""
+    new = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / ".probe"
+        probe.touch()
+        probe.unlink()
+        if new:
+            folder.rmdir()  # what is refused later leaves no empty folder; the writer makes it again
+    except OSError as error:
+        raise StoreError(
+            f"cannot write to {folder} ({error.strerror}): choose a writable folder with --out"
+        ) from error
 
 
 def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:

@@ -14,12 +14,12 @@ import pandas as pd
 
 from .aggregate import aggregate
 from .config import RunConfig, fingerprint
-from .errors import BadInput, StoreError
+from .errors import BadInput
 from .plan import Work, check_data, check_fits, plan_task
 from .policy import Policy
 from .progress import progress as progress_bar
 from .registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
-from .results import Store, read_rows
+from .results import Store, check_writable, read_rows
 from .rows import sample_rows
 from .task import Task
 
@@ -103,18 +103,7 @@ def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:
     check_data(config.data, tasks)
     check_model(config.model)
     path = Path(config.out) if config.out else _default_folder(config)
-    new = not path.exists()
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-        probe = path / ".probe"
-        probe.touch()
-        probe.unlink()
-        if new:
-            path.rmdir()  # what is refused later leaves no empty folder behind; the store makes it again
-    except OSError as error:
-        raise StoreError(
-            f"cannot write to {path} ({error.strerror}): choose a writable folder with --out"
-        ) from error
+    check_writable(path)
     return path
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.errors import StoreError
+from kvbench.results import check_writable
 from kvbench.trace import TraceSet
 from kvbench.training import Report, Trainer
 
@@ -25,7 +25,7 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
     model and its fingerprint.
     """
     traces = TraceSet(folder)
-    _check_writable(out)
+    check_writable(out.parent)
     started = time.perf_counter()
 
     last = [0, started]  # step and time of the last report
@@ -51,17 +51,6 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
     write(out, weights, recipe, traces, card)
     state.unlink(missing_ok=True)
     return card
-
-
-def _check_writable(out: Path) -> None:
-    """Refuse before hours of training what cannot be saved after them. Raises StoreError."""
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        probe = out.with_name(out.name + ".tmp")
-        probe.touch()
-        probe.unlink()
-    except OSError as error:
-        raise StoreError(f"cannot write {out} ({error.strerror}): choose another --out") from error
 
 
 def make_card(recipe: TrainConfig, traces: TraceSet, cost: float) -> dict[str, Any]:
@@ -103,4 +92,4 @@ def write(
     write_weights(out, weights, shape, card)
 
 
-TRAINER = Trainer(recipes={"cpu": RECIPES["cpu"], "paper": RECIPES["paper"]}, train=train_file)
+TRAINER = Trainer(recipes=RECIPES, train=train_file)

@@ -70,9 +70,11 @@ def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, dict[str, Any]
 
     A file is read once, and again when it has changed. Raises BadInput for what is no weights file.
     """
-    shipped = {file.name.removesuffix(SUFFIX): file for file in sorted(WEIGHTS.glob("*" + SUFFIX))}
-    path = shipped.get(weights, Path(weights).expanduser())
+    path = WEIGHTS / (weights + SUFFIX)
+    if Path(weights).name != weights or not path.is_file():  # asked in every layer: no listing here
+        path = Path(weights).expanduser()
     if not path.is_file():
+        shipped = sorted(file.name.removesuffix(SUFFIX) for file in WEIGHTS.glob("*" + SUFFIX))
         raise BadInput(
             f"kvp:weights={weights}: neither a file nor one of the shipped weights "
             f"({', '.join(shipped) or 'none'}); train some with kvbench train --policy kvp"

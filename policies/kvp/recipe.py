@@ -68,7 +68,8 @@ class TrainConfig:
         return (parse_pins(self.pins) or Pins()) if counts else Pins()
 
 
-RECIPES = {
+RECIPES = {  # the first is the default
+    "cpu": TrainConfig(objective="softcost"),
     "paper": TrainConfig(
         steps=4000,
         split="uniform",
@@ -78,5 +79,4 @@ RECIPES = {
         validation=0.05,
         pinned_share=1.0,
     ),
-    "cpu": TrainConfig(objective="softcost"),
 }
