@@ -89,28 +89,33 @@ class Ranking:
     def __call__(self, layer: Layer) -> None:
         if layer.index not in self.lm.geometry.full_layers:
             return
-        keys, values, positions = layer.bucket.view(layer.index)
-        hidden = self.hidden.get(layer.index)
         for offset, row in enumerate(layer.bucket.rows):
-            one = slice(offset, offset + 1)
-            seen = Observation(
-                layer=layer.index,
-                n_layers=self.lm.geometry.layers,
-                full_index=self.lm.geometry.full_layers.index(layer.index),
-                keys=keys[one],
-                values=values[one],
-                positions=positions[one],
-                new=layer.queries.shape[2],
-                seen=self.seen,
-                scaling=layer.scaling,
-                module=layer.module,
-                key=self.key,
-                _queries=layer.queries[one],
-                _hidden=None if hidden is None else hidden[row : row + 1],
-                _future=None if self.future is None else _constant(self.future[layer.index]),
-            )
+            seen = self.observation(layer, offset)
             for ranker in self.wanted[row]:
                 self._rank(row, ranker, seen)
+
+    def observation(self, layer: Layer, offset: int) -> Observation:
+        """What policies see of one full-attention layer in the bucket's row at `offset`."""
+        keys, values, positions = layer.bucket.view(layer.index)
+        hidden = self.hidden.get(layer.index)
+        one = slice(offset, offset + 1)
+        row = layer.bucket.rows[offset]
+        return Observation(
+            layer=layer.index,
+            n_layers=self.lm.geometry.layers,
+            full_index=self.lm.geometry.full_layers.index(layer.index),
+            keys=keys[one],
+            values=values[one],
+            positions=positions[one],
+            new=layer.queries.shape[2],
+            seen=self.seen,
+            scaling=layer.scaling,
+            module=layer.module,
+            key=self.key,
+            _queries=layer.queries[one],
+            _hidden=None if hidden is None else hidden[row : row + 1],
+            _future=None if self.future is None else _constant(self.future[layer.index]),
+        )
 
     def _rank(self, row: int, ranker: Ranker, seen: Observation) -> None:
         if (row, ranker) in self.failed:
