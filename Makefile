@@ -19,7 +19,7 @@ run: $(VENV)/ready
 	$(BIN)/kvbench plot $(OUT)
 
 # The shipped KVP weights from nothing: records 3.5 GiB of traces, trains all heads together.
-KVP_TASKS := ruler/niah_single_1,ruler/niah_single_2,ruler/niah_multikey_2,ruler/vt
+KVP_TASKS := ruler/niah_single_1,ruler/niah_single_2:haystack=python,ruler/niah_multikey_2,ruler/vt
 KVP_OUT ?= results/kvp
 
 kvp: $(VENV)/ready

@@ -82,10 +82,18 @@ def run(
     seed: Annotated[int, typer.Option(help="Seed of generated samples and random policies.")] = 0,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    protocol: Annotated[
+        str, typer.Option(help="paper (each task's and policy's own rules) or controlled (the same for all).")
+    ] = "paper",
     schedule: Annotated[str | None, typer.Option(help="prefill or chunked; default: the task's.")] = None,
     chunk: Annotated[int | None, typer.Option(help="Tokens per chunk of the chunked schedule.")] = None,
-    pins: Annotated[str, typer.Option(help="native, none, or FIRST,LAST tokens always kept.")] = "native",
-    question: Annotated[str | None, typer.Option(help="withheld or seen; default: the task's.")] = None,
+    pins: Annotated[
+        str | None,
+        typer.Option(help="native, none, or FIRST,LAST tokens always kept; default: the protocol's."),
+    ] = None,
+    question: Annotated[
+        str | None, typer.Option(help="withheld or seen; default: the protocol's, then the task's.")
+    ] = None,
     template: Annotated[str, typer.Option(help="auto, chat or none.")] = "auto",
     data: Annotated[str | None, typer.Option(help="jsonl file with the task's samples.")] = None,
     out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
@@ -95,8 +103,9 @@ def run(
     Lists are separated by commas, and options may repeat.
     """
     options: dict[str, Any] = {
-        "model": model, "limit": limit, "seed": seed, "device": device, "dtype": dtype, "schedule": schedule,
-        "chunk": chunk, "pins": pins, "question": question, "template": template, "data": data, "out": out,
+        "model": model, "limit": limit, "seed": seed, "device": device, "dtype": dtype, "protocol": protocol,
+        "schedule": schedule, "chunk": chunk, "pins": pins, "question": question, "template": template,
+        "data": data, "out": out,
     }  # fmt: skip
     specs, names = split_specs(policy), split_specs(task)
     config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)

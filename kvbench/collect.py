@@ -199,7 +199,10 @@ def _with_length(spec: str, length: int) -> str:
 
 def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[tuple[str, str, Prompt]]:
     task = TASKS.parse(spec)
-    run = RunConfig(("-",), (spec,), (1,), config.model, limit=count, seed=config.seed, data=config.data)
+    run = RunConfig(
+        ("-",), (spec,), (1,), config.model, limit=count, seed=config.seed, data=config.data,
+        question="withheld",  # a trace's boundary is where the question begins, whatever the task shows
+    )  # fmt: skip
     work = Work.build(run, plan_task(run, task, []), opened)
     found = []
     for sample, prompt in work.items:

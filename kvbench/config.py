@@ -13,6 +13,19 @@ from .policy import Pins
 FULL = "full"  # the name of the cell without eviction
 
 
+@dataclass(frozen=True)
+class Protocol:
+    """Rules that belong together. None leaves a rule to the task."""
+
+    question: Literal["withheld", "seen"] | None
+    pins: str | None
+
+
+# paper: each task as its paper runs it, each policy with what its own paper always keeps.
+# controlled: nobody knows the question, and the same tokens are pinned for everyone.
+PROTOCOLS = {"paper": Protocol(None, None), "controlled": Protocol("withheld", "4,16")}
+
+
 def fingerprint(value: Any) -> str:
     """16 hex digits of the SHA-256 of a JSON-able value; equal values give equal digits."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
@@ -37,7 +50,8 @@ class RunConfig:
 
     policies, tasks: names with parameters (`snapkv:window=64`); "all" stands for every policy.
     budgets: KV pairs kept per KV head per layer, pins included. limit: samples per task.
-    schedule, chunk, question: None takes each task's own default. data: a jsonl file in the hub's
+    protocol: a set of rules, see PROTOCOLS. pins, question, schedule, chunk: given, they go before the
+    protocol's; None takes the protocol's, else each task's own. data: a jsonl file in the hub's
     schema. out: run folder; None derives one from the configuration, so that the same command
     finds its rows again.
     """
@@ -50,9 +64,10 @@ class RunConfig:
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+    protocol: str = "paper"
     schedule: Literal["prefill", "chunked"] | None = None
     chunk: int | None = None
-    pins: str = "native"
+    pins: str | None = None
     question: Literal["withheld", "seen"] | None = None
     template: Literal["auto", "chat", "none"] = "auto"
     data: str | None = None
@@ -74,11 +89,13 @@ class RunConfig:
             raise BadInput(f"--chunk {self.chunk}: a chunk has 1 token or more")
         if self.chunk is not None and self.schedule == "prefill":
             raise BadInput("--chunk goes with --schedule chunked; prefill reads the context in one piece")
+        self._check_choice("protocol", tuple(PROTOCOLS))
         self._check_choice("schedule", (None, "prefill", "chunked"))
         self._check_choice("question", (None, "withheld", "seen"))
         self._check_choice("template", ("auto", "chat", "none"))
         self._check_choice("dtype", ("auto", "float32", "bfloat16"))
-        pins = parse_pins(self.pins)
+        asked = self.pins or PROTOCOLS[self.protocol].pins
+        pins = parse_pins(asked) if asked else None
         if pins is not None and pins.total > self.budgets[0]:
             raise BadInput(
                 f"budget {self.budgets[0]} < pins {pins.first} + {pins.last} = {pins.total}: "

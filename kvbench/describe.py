@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .config import FULL
-from .errors import UnknownName
+from .errors import BadInput, DataNotFound, UnknownName
 from .policy import Pins, Policy
 from .registry import POLICIES, TASKS, Registry, parameters
 from .spec import split_name
@@ -45,8 +45,8 @@ def tasks() -> list[Table]:
     for name in TASKS.names():
         if name not in broken:
             task: type[Task] = TASKS.get(name)
-            rows.append([name, task.metric, _schedule(task), task.question, task.data])
-    listing = _table("tasks", ["name", "metric", "schedule", "question", "data"], rows)
+            rows.append([name, task.metric, *_defaults(name, task), task.data])
+    listing = _table("tasks", ["name", "metric", "schedule", "question", "data here", "data"], rows)
     return [listing, *_broken(TASKS, broken)]
 
 
@@ -95,8 +95,10 @@ def _task_facts(task: Task) -> list[list[str]]:
         ["source", task.source],
         ["data", task.data],
         ["metric", task.metric],
-        ["schedule", _schedule(type(task))],
+        ["data here", _available(task)],
+        ["schedule", _schedule(task)],
         ["question", task.question],
+        ["pins", task.pins],
     ]
 
 
@@ -120,8 +122,27 @@ def _broken(registry: Registry, reasons: dict[str, str]) -> list[Table]:
     return [_table(title, ["name", "error"], [list(pair) for pair in reasons.items()])] if reasons else []
 
 
-def _schedule(task: type[Task]) -> str:
-    return f"{task.schedule}, {task.chunk} tokens" if task.chunk else task.schedule
+def _defaults(name: str, cls: type[Task]) -> list[str]:
+    """Schedule, question and availability of data, with the default parameters."""
+    try:
+        task: Task = TASKS.parse(name)
+    except BadInput:  # a parameter must be given, so nothing is known yet
+        return ["as its parameters say", cls.question, "as its parameters say"]
+    return [_schedule(task), task.question, _available(task)]
+
+
+def _schedule(task: Task) -> str:
+    schedule, chunk = task.loop()
+    return f"{schedule}, {chunk} tokens" if chunk else schedule
+
+
+def _available(task: Task) -> str:
+    """Whether the task runs on this machine without --data."""
+    try:
+        task.check(None)
+    except DataNotFound:
+        return "no: needs --data, or the hub"
+    return "yes"
 
 
 def _pins(pins: Pins) -> str:

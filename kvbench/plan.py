@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from .config import FULL, Cell, RunConfig, fingerprint, parse_pins
+from .config import FULL, PROTOCOLS, Cell, RunConfig, fingerprint, parse_pins
 from .errors import BadInput
 from .policy import Pins, Policy, TrainedFor
 from .registry import spec_of
@@ -21,12 +21,14 @@ if TYPE_CHECKING:
 class TaskPlan:
     """One task with the cells to evaluate.
 
-    cells: each cell with its policy under its pins. specs: each cell's policy as written. full: the
-    cell without eviction, which is always evaluated.
+    question, pins: as resolved from the options, the protocol and the task. cells: each cell with its
+    policy under its pins. specs: each cell's policy as written. full: the cell without eviction, which
+    is always evaluated.
     """
 
     task: Task
     question: str
+    pins: str
     cells: dict[Cell, Ranker]
     specs: dict[Cell, str]
     full: Cell
@@ -37,17 +39,23 @@ class TaskPlan:
 
 
 def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan:
-    """The cells of one task: every policy at every budget, under the task's or the user's protocol.
+    """The cells of one task: every policy at every budget.
+
+    An option goes before the protocol, the protocol before the task's own rules.
 
     Raises BadInput for a chunked schedule without a chunk size.
     """
     from .loop import Ranker
 
-    schedule = config.schedule or ("chunked" if config.chunk else task.schedule)
-    chunk = (config.chunk or task.chunk) if schedule == "chunked" else None
+    protocol = PROTOCOLS[config.protocol]
+    own_schedule, own_chunk = task.loop()
+    schedule = config.schedule or ("chunked" if config.chunk else own_schedule)
+    chunk = (config.chunk or own_chunk) if schedule == "chunked" else None
     if schedule == "chunked" and chunk is None:
         raise BadInput(f"--schedule chunked: task '{task.name}' has no chunk size of its own, add --chunk N")
-    asked = parse_pins(config.pins)
+    question = config.question or protocol.question or task.question
+    mode = config.pins or protocol.pins or task.pins
+    asked = parse_pins(mode)
     cells, specs = {}, {}
     for policy in policies:
         pins = policy.pins if asked is None else asked
@@ -57,7 +65,7 @@ def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan
             cells[cell] = Ranker(policy, pins)
             specs[cell] = spec_of(policy)
     full = Cell(FULL, (), None, Pins(), schedule, chunk)
-    return TaskPlan(task, config.question or task.question, cells, specs, full)
+    return TaskPlan(task, question, mode, cells, specs, full)
 
 
 def check_data(data: str | None, tasks: list[Task]) -> None:

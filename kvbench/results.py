@@ -31,7 +31,7 @@ INTEGERS = (
 )  # fmt: skip
 TEXTS = (
     "key", "config", "policy", "spec", "params", "task", "task_spec", "task_params", "model", "schedule",
-    "pins", "pins_mode", "question", "template", "sample", "status", "reason", "note", "text",
+    "pins", "pins_mode", "question", "template", "data", "sample", "status", "reason", "note", "text",
     "gold_label", "label",
 )  # fmt: skip
 

@@ -73,7 +73,7 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
                     for sample, prompt in item.missing(store.done):
                         store.append(sample_rows(item, lm, sample, prompt, store.done))
                         advance(item.plan.task.name)
-        notes = [*left_out, *store.notes]
+        notes = [*_sources(work), *left_out, *store.notes]
     return _result(path, work, notes)
 
 
@@ -127,6 +127,14 @@ def style_of(policies: list[Policy]) -> dict[str, dict[str, Any]]:
         }
         for policy in policies
     }
+
+
+def _sources(work: list[Work]) -> list[str]:
+    """Where the samples come from, tasks of one source together."""
+    tasks: dict[str, list[str]] = {}
+    for item in work:
+        tasks.setdefault(item.source, []).append(spec_of(item.plan.task))
+    return [f"data of {', '.join(names)}: {source}" for source, names in tasks.items()]
 
 
 def _result(path: Path, work: list[Work], notes: list[str]) -> RunResult:

@@ -99,7 +99,8 @@ class Task(ABC):
 
     source: paper or repository. metric: the main metric's name (see kvbench.metrics).
     question: "withheld" (eviction happens before the question is read) or "seen".
-    schedule, chunk: default loop ("prefill", or "chunked" with tokens per chunk).
+    schedule, chunk: default loop ("prefill", or "chunked" with tokens per chunk); see `loop`.
+    pins: default pins, "native" or FIRST,LAST.
     takes_data: whether --data means something to the task.
     template: "auto" (the chat template where there is one) or "none" for running text, which is no
     user's turn. data: one phrase, where the examples come from.
@@ -111,6 +112,7 @@ class Task(ABC):
     question: ClassVar[Literal["withheld", "seen"]] = "seen"
     schedule: ClassVar[Literal["prefill", "chunked"]] = "prefill"
     chunk: ClassVar[int | None] = None
+    pins: ClassVar[str] = "native"
     template: ClassVar[Literal["auto", "none"]] = "auto"
     takes_data: ClassVar[bool] = False
     data: ClassVar[str] = ""
@@ -118,6 +120,10 @@ class Task(ABC):
     @abstractmethod
     def samples(self, setting: Setting) -> Samples:
         """Build the samples, in a fixed order that does not depend on the limit."""
+
+    def loop(self) -> tuple[Literal["prefill", "chunked"], int | None]:
+        """Schedule and tokens per chunk where the user names none; may depend on the parameters."""
+        return self.schedule, self.chunk
 
     @abstractmethod
     def score(self, sample: Sample, answer: Answer) -> dict[str, float]:

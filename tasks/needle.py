@@ -33,3 +33,5 @@ class Needle(Single1):
     that looks at the last tokens would know what is asked; `--question seen` is RULER's protocol).
     16 new tokens instead of 128: the answer needs 8. Keys come from our own word lists.
     """
+
+    question = "withheld"

@@ -6,7 +6,7 @@
     niah.py    the eight needle tasks    vt.py     variable tracking
     words.py   common and frequent words qa.py     questions with distractor documents
 
-The prompts are RULER's; what differs is in each docstring, and common to all: the question is withheld
-by default, lengths are filled to 98% instead of in coarse steps, no text appears under the names of
-RULER's essays, and no model-specific prompt frame is used but the tokenizer's own chat template.
+The prompts are RULER's; what differs is in each docstring, and common to all: lengths are filled to
+98% instead of in coarse steps, no text appears under the names of RULER's essays, and no model-specific
+prompt frame is used but the tokenizer's own chat template.
 """

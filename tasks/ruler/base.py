@@ -7,7 +7,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Literal
 
 from kvbench.config import fingerprint
 from kvbench.errors import BadInput
@@ -17,6 +17,7 @@ from kvbench.task import Answer, Sample, Samples, Setting, Task
 from .fill import TooShort, fill
 
 VERSION = 1  # of the generators: raise it when a sample changes
+LONG, CHUNK = 32768, 4096  # tokens; ours: the paper chunks 128k, not 4k, and names no size
 SAMPLES = 100  # without --limit; RULER makes 500
 
 
@@ -59,10 +60,13 @@ class Generator:
 
 @dataclass(frozen=True)
 class Ruler(Task):
-    """Base of the subtasks: the prompt and the room for the answer fill 95 to 100% of `length` tokens."""
+    """Base of the subtasks: the prompt and the room for the answer fill 95 to 100% of `length` tokens.
+
+    From LONG tokens on the context is read and evicted in chunks, as KVP does with 128k tokens.
+    """
 
     metric = "string_match"
-    question = "withheld"
+    question: ClassVar[Literal["withheld", "seen"]] = "seen"
     data = "generated"
 
     length: int = param(1024, "RULER: 4096 to 131072; 1024 is what a model of 135M answers on a CPU")
@@ -74,6 +78,9 @@ class Ruler(Task):
                 f"{self.name}: length={self.length}, max_new_tokens={self.max_new_tokens}: both are numbers "
                 "of tokens, 1 or more"
             )
+
+    def loop(self) -> tuple[Literal["prefill", "chunked"], int | None]:
+        return ("chunked", CHUNK) if self.length >= LONG else ("prefill", None)
 
     @abstractmethod
     def generator(self, setting: Setting) -> Generator:

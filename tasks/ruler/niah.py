@@ -7,11 +7,12 @@
     magic numbers for brave-otter mentioned in the provided text are
 
 The quirk that matters: in a haystack of needles every line looks like the one that is asked for, so
-nothing but the key tells a policy what to keep, and the key comes after eviction.
+nothing but the key tells a policy what to keep; with the question withheld it comes after eviction.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from itertools import count
 from typing import ClassVar, Literal
 
 from kvbench.config import fingerprint
-from kvbench.data import filler
+from kvbench.data import Dataset, filler
+from kvbench.data import rows as data_rows
+from kvbench.errors import DataNotFound
 from kvbench.policy import param
 from kvbench.registry import register_task
 from kvbench.task import Setting
@@ -40,6 +43,9 @@ MANY = (
     "I will quiz you about the {kind}s afterwards.\n",
     "What are all the special magic {kind}s for {query} mentioned in the provided text?",
     "The special magic {kind}s for {query} mentioned in the provided text are",
+)
+ESSAYS = Dataset(  # the copy that lm-eval reads
+    hub="baber/paul_graham_essays", config=None, split="train", folder=None, columns=("text",)
 )
 DEPTHS = 40  # RULER draws the needles' depths in an essay from so many, evenly spaced from 0 to 100%
 
@@ -115,12 +121,15 @@ class Essay(Niah):
     """Base of the needle tasks in an essay."""
 
     haystack_kind = "essay"
+    data = "generated; essays: haystack=FILE, the hub's, else Python's reference"
 
-    haystack: str | None = param(None, "RULER: essays, not ours to spread; none: Python's own reference")
+    haystack: str | None = param(
+        None, "RULER: essays, here from the hub, else Python's reference; or: hub, python, a file"
+    )
 
     def _essay(self) -> tuple[str, str]:
-        text = filler() if self.haystack is None else read_text(self.haystack)
-        name = "Python's reference, not RULER's essays" if self.haystack is None else "--haystack"
+        file = self.haystack not in (None, "hub", "python")
+        text, name = (read_text(str(self.haystack)), "a file") if file else _haystack(self.haystack)
         return " ".join(text.split()) + " ", f"; essay haystack: {name}, sha256 {fingerprint(text)}"
 
     def check(self, data: str | None) -> None:
@@ -133,7 +142,7 @@ class Single1(Niah):
     """RULER niah_single_1: one number under a word, in a repeated line of noise.
 
     Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER, also in lm-eval).
-    Differs: the question is withheld by default; keys come from our own word lists; the last line of
+    Differs: keys come from our own word lists; the last line of
     noise is cut between words, so that the length is exact. 16 new tokens instead of 128.
     """
 
@@ -144,9 +153,10 @@ class Single2(Essay):
     """RULER niah_single_2: one number under a word, in an essay.
 
     Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER, also in lm-eval).
-    Differs: as niah_single_1. RULER's essays are under their author's copyright: here the text is
-    `haystack`, a .txt file or .jsonl with a text column, else the reference that every Python carries.
-    The manifest says which. White space becomes single spaces, sentences end at . ! or ?, a text that
+    Differs: as niah_single_1. RULER's essays are under their author's copyright, so they are not shipped:
+    `haystack` is a .txt file, a .jsonl with a text column, "hub" (a copy of the essays there), "python"
+    (the reference that every Python carries); none takes the hub's where they can be had, else Python's.
+    Rows and manifest say which. White space becomes single spaces, sentences end at . ! or ?, a text that
     is too short is repeated, and the last word may be cut; as in RULER, every sample reads it from its
     beginning.
     """
@@ -223,6 +233,19 @@ class MultiQuery(Essay):
 
     keys = queries = 4
     max_new_tokens: int = param(40, "RULER: 128; four numbers of 7 digits")
+
+
+@functools.cache
+def _haystack(asked: str | None) -> tuple[str, str]:
+    """(text, its name). asked: "hub", "python", or None for the first of them that is there."""
+    if asked in (None, "hub"):
+        try:
+            found, source, _ = data_rows(ESSAYS, None)
+            return "\n\n".join(str(row["text"]) for row in found), f"RULER's essays ({source})"
+        except DataNotFound:
+            if asked == "hub":
+                raise
+    return filler(), "Python's reference, not RULER's essays"
 
 
 def _pairs(draw: random.Random, key: str, value: str) -> Iterator[tuple[str, str]]:

@@ -165,9 +165,9 @@ class Squad(Qa):
 
     Data: dev-v2.0.json or rows of rajpurkar/squad_v2 (or of SQuAD 1.1) by --data, else the hub.
     Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER); SQuAD, arXiv:1806.03822.
-    Differs: the question is withheld by default. One distractor is cut between words, so that the
-    length is exact; questions whose own documents do not fit are left out, which the sample's numbers
-    show. Every sample has its own order of documents.
+    Differs: one distractor is cut between words, so that the length is exact; questions whose own
+    documents do not fit are left out, which the sample's numbers show. Every sample has its own order
+    of documents.
     """
 
     dataset = SQUAD

@@ -52,9 +52,9 @@ class VariableTracking(Ruler):
     Reference: the variables in the order of the chain, as in the example's answer.
 
     Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER, also in lm-eval).
-    Differs: the question is withheld by default. Assignments stand on lines of their own, without
-    the space RULER leaves after them; the answer prefix ends without a space. Where there are fewer
-    lines of noise than assignments, several stand between the same two lines.
+    Differs: assignments stand on lines of their own, without the space RULER leaves after them; the
+    answer prefix ends without a space. Where there are fewer lines of noise than assignments, several
+    stand between the same two lines.
     """
 
     max_new_tokens: int = param(30, "RULER")

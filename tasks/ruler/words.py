@@ -60,10 +60,9 @@ class CommonWords(Ruler):
     Reference: the numbered words in the order in which they were drawn, as in the example's answer.
 
     Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER, also in lm-eval).
-    Differs: the question is withheld by default. RULER's words come from the package wonderwords; ours
-    are the words of 4 letters and more of the reference that every Python carries, and adjective-noun
-    pairs where they do not suffice. The list has at least 10 uncommon words. The example's answer has a
-    space before it.
+    Differs: RULER's words come from the package wonderwords; ours are the words of 4 letters and more of
+    the reference that every Python carries, and adjective-noun pairs where they do not suffice. The list
+    has at least 10 uncommon words. The example's answer has a space before it.
     """
 
     max_new_tokens: int = param(120, "RULER")
@@ -112,10 +111,9 @@ class FrequentWords(Ruler):
     word per 50 tokens of length. Reference: the three words, most frequent first.
 
     Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER, also in lm-eval).
-    Differs: the question is withheld by default. RULER leaves no room for the answer, here the length
-    includes it. In a short text rounding can make the fourth word as frequent as the third: here it
-    then appears less often, so that there is one right answer. Words that rounding leaves out are dots.
-    The vocabulary has at least 5 words.
+    Differs: RULER leaves no room for the answer, here the length includes it. In a short text rounding
+    can make the fourth word as frequent as the third: here it then appears less often, so that there is
+    one right answer. Words that rounding leaves out are dots. The vocabulary has at least 5 words.
     """
 
     max_new_tokens: int = param(50, "RULER")

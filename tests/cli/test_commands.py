@@ -19,6 +19,7 @@ import kvbench
 from kvbench import cli, runner
 from kvbench.aggregate import aggregate
 from kvbench.config import RunConfig
+from kvbench.errors import DataNotFound
 from kvbench.registry import POLICIES, TASKS
 from kvbench.results import read_rows
 from tests.store.synthetic import make_run
@@ -130,6 +131,18 @@ def test_list_names_everything_registered(what: str, names: Callable[[], list[st
     listed = {line.split()[0] for line in result.stdout.splitlines() if line.strip()}
     assert set(names()) <= listed
     assert "broken" not in result.stdout
+
+
+def test_list_tells_whose_data_is_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(self: object, data: str | None) -> None:
+        raise DataNotFound("nowhere")
+
+    monkeypatch.setattr(TASKS.get("ruler/qa_1"), "check", gone)
+    lines = {line.split()[0]: line for line in invoke("list", "tasks").stdout.splitlines() if line.strip()}
+    assert "no: needs --data" in lines["ruler/qa_1"]
+    assert "no: needs --data" not in lines["ruler/vt"]
+    assert "seen" in lines["ruler/vt"]
+    assert "withheld" in lines["needle"]
 
 
 def test_list_models_names_the_default() -> None:

@@ -12,10 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.data import Dataset
 from kvbench.errors import BadInput, DataNotFound, UnknownName
 from kvbench.prompt import build_prompt, count_tokens
 from kvbench.registry import TASKS, expand_tasks
 from kvbench.task import Answer, Sample, Samples, Setting
+from kvbench.tasks.ruler import niah
 from kvbench.tasks.ruler.fill import TooShort, fill
 from kvbench.tasks.ruler.niah import NEEDLE
 from kvbench.tasks.ruler.text import LINE, read_text
@@ -240,6 +242,33 @@ def test_an_essay_is_repeated_where_it_ends_and_named_in_the_source(tmp_path: Pa
     plain = made("niah_single_2:length=600", setting(limit=2))
     assert "not RULER's essays" in plain.source
     assert plain.sha256 != got.sha256
+
+
+@pytest.mark.parametrize("asked", [None, "hub", "python"])
+@pytest.mark.parametrize("there", [True, False])
+def test_essays_come_from_the_hub_where_they_can_be_had(
+    asked: str | None, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(dataset: Dataset, data: str | None) -> tuple[list[dict[str, str]], str, str]:
+        assert (dataset.hub, data) == ("baber/paul_graham_essays", None)
+        if not there:
+            raise DataNotFound("no source has the essays")
+        return [{"text": "First essay. It is long."}, {"text": "Second essay."}], "hub, train", "0"
+
+    monkeypatch.setattr(niah, "data_rows", rows)
+    niah._haystack.cache_clear()
+    task = TASKS.parse("ruler/niah_single_2:length=400" + (f",haystack={asked}" if asked else ""))
+    try:
+        if asked == "hub" and not there:
+            with pytest.raises(DataNotFound):
+                task.check(None)
+            return
+        made_of = task.samples(setting(limit=1))
+    finally:
+        niah._haystack.cache_clear()
+    hub = there and asked != "python"
+    assert ("First essay. It is long. Second essay." in made_of.samples[0].context) == hub
+    assert ("RULER's essays (hub, train)" if hub else "Python's reference, not RULER's") in made_of.source
 
 
 def test_a_haystack_is_a_text_or_rows_with_a_text_column(tmp_path: Path) -> None:
