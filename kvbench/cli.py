@@ -131,12 +131,21 @@ def run(
 def plot(
     paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
     metric: Annotated[list[str] | None, typer.Option(help="Metrics; default: each task's main ones.")] = None,
+    versus: Annotated[
+        str | None,
+        typer.Option(help="schedule, question or pins: draw two values of it side by side instead."),
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Folder; default: figures/ in the first run.")] = None,
 ) -> None:
-    """Draw metrics against budgets from stored rows."""
+    """Draw metrics against budgets, or one rule against another, from stored rows."""
     from .plot import plot as draw
+    from .versus import versus as draw_versus
 
-    for path in draw(paths, ",".join(split_specs(metric or [])) or None, out):
+    metrics = split_specs(metric or [])
+    files = (
+        draw_versus(paths, versus, metrics, out) if versus else draw(paths, ",".join(metrics) or None, out)
+    )
+    for path in files:
         typer.echo(path)
 
 

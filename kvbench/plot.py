@@ -61,16 +61,16 @@ def plot(
         if name not in available(rows):
             hint = "That metric exists but was not measured here." if is_known(name) else ""
             raise UnknownName("metric", name, available(rows), hint)
-    tasks, declared = _sections(several)
+    tasks, declared = sections(several)
     found = panels(aggregate(rows, asked))
-    looks = _looks([lines for _, lines in found], declared)
+    looks = looks_of([lines for _, lines in found], declared)
     files: list[Path] = []
     for (setting, lines), name in zip(found, _file_names([setting for setting, _ in found]), strict=True):
         for item in dict.fromkeys(asked or [main_metric(lines, setting["task"], tasks), *BESIDE]):
             part = lines[(lines["metric"] == item) & (lines["n"] > 0)]
             if len(part):
-                base = Path(out) if out is not None else _home(several[0]) / "figures"
-                files += _save(figure(part, setting, looks), base, f"{name}-{item}")
+                base = Path(out) if out is not None else home(several[0]) / "figures"
+                files += save(figure(part, setting, looks), base, f"{name}-{item}")
     if not files:
         raise StoreError(f"no usable rows in {several[0]}: `kvbench table` shows what was skipped or failed")
     return files
@@ -100,23 +100,23 @@ def figure(lines: pd.DataFrame, setting: Mapping[str, Any], looks: Mapping[str, 
     return fig
 
 
-def _sections(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
+def sections(paths: Sequence[Path]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The tasks and style sections of all manifests; bare row files go without."""
     tasks: dict[str, Any] = {}
     declared: dict[str, Any] = {}
     for path in paths:
-        if (_home(path) / MANIFEST).exists():
-            manifest = read_manifest(_home(path))
+        if (home(path) / MANIFEST).exists():
+            manifest = read_manifest(home(path))
             tasks |= manifest.get("tasks", {})
             declared |= manifest.get("style", {})
     return tasks, declared
 
 
-def _home(path: Path) -> Path:
+def home(path: Path) -> Path:
     return path.parent if path.suffix == ".jsonl" else path
 
 
-def _looks(parts: Sequence[pd.DataFrame], declared: Mapping[str, Any]) -> dict[str, Style]:
+def looks_of(parts: Sequence[pd.DataFrame], declared: Mapping[str, Any]) -> dict[str, Style]:
     """Styles by label; where two runs differ, each run's curve has a colour of its own."""
     extended = dict(declared)
     labels: list[str] = []
@@ -256,11 +256,17 @@ def _file_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
         for field in setting:
             if len({str(other[field]) for other in rivals}) > 1:
                 parts.append(f"{field}={setting[field]}")
-        names.append(re.sub(r"[^A-Za-z0-9._=,-]+", "_", "-".join(parts)))
+        names.append(file_name("-".join(parts)))
     return names
 
 
-def _save(fig: Figure, folder: Path, name: str) -> list[Path]:
+def file_name(text: str) -> str:
+    """A text as a file name: everything unusual becomes an underscore."""
+    return re.sub(r"[^A-Za-z0-9._=,-]+", "_", text)
+
+
+def save(fig: Figure, folder: Path, name: str) -> list[Path]:
+    """Write a figure as PNG and SVG, equal bytes for equal figures. Raises: StoreError."""
     files = [folder / f"{name}.png", folder / f"{name}.svg"]
     try:
         folder.mkdir(parents=True, exist_ok=True)

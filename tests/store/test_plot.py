@@ -75,7 +75,7 @@ def test_files_are_named_by_task_and_metric_and_are_deterministic(run: Path, tmp
 def test_without_a_metric_the_main_one_and_those_beside_it(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.plot._save", lambda fig, folder, name: [folder / f"{name}.svg"])
+    monkeypatch.setattr("kvbench.plot.save", lambda fig, folder, name: [folder / f"{name}.svg"])
     found = {file.name for file in plot(run, out=tmp_path)}
     beside = ("agreement", "kl", "missed_mass", "eviction_cost")
     assert found == {f"boolq-{name}.svg" for name in ("accuracy", *beside)} | {
