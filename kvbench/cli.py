@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import __version__
+from .cli_speed import speed
 from .cli_traces import add_commands
 from .config import FULL, RunConfig
 from .errors import BadInput, KvbenchError
@@ -258,3 +259,4 @@ def _console() -> Console:
 
 
 add_commands(app)
+app.command()(speed)

@@ -49,17 +49,17 @@ def prepare_manifest(folder: Path, fixed: Mapping[str, Any], extra: Mapping[str,
     Raises: StoreError naming every field of `fixed` that differs.
     """
     asked = json.loads(json.dumps(dict(fixed)))  # tuples become lists, as they are read back
-    versions, machine, notes = _versions(), _machine(), []
+    versions, here, notes = _versions(), machine(), []
     run: dict[str, Any] = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "command": _command()}
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         _check_fixed(folder, manifest.get("fixed", {}), asked)
-        for name, now in (("versions", versions), ("machine", machine)):
+        for name, now in (("versions", versions), ("machine", here)):
             if any(manifest.get(name, {}).get(key) != value for key, value in now.items()):
                 run[name] = now  # provenance of the rows this invocation adds
                 notes.append(f"{folder} was begun with other {name}; the manifest lists both")
     else:
-        manifest = {"schema": SCHEMA, "fixed": asked, "versions": versions, "machine": machine, "runs": []}
+        manifest = {"schema": SCHEMA, "fixed": asked, "versions": versions, "machine": here, "runs": []}
     for section, values in extra.items():
         manifest[section] = {**manifest.get(section, {}), **values}
     manifest["runs"].append(run)
@@ -139,7 +139,7 @@ def _commit() -> str | None:
         return None
 
 
-def _machine() -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """Kind of machine, without names or paths. memory in bytes."""
     model = platform.processor() or platform.machine()
     try:

@@ -56,6 +56,12 @@ _BUILT_IN = (
     Metric("kv_bytes", "bytes", "size of the compacted cache", "lower", POSITIVE),
     Metric("prefill_s", "s", "reading the context, shared by all cells of a sample", "lower", POSITIVE),
     Metric("score_s", "s", "scoring the context's tokens", "lower", POSITIVE),
+    Metric("rank_s", "s", "ordering the slots of all layers by their score", "lower", POSITIVE),
+    Metric("compact_s", "s", "cutting to the budget and gathering what stays", "lower", POSITIVE),
+    Metric("decode_rate", "tokens/s", "decoding one token after another", "higher", POSITIVE),
+    Metric("prefill_flops", "FLOP", "operations of a prefill, from its shapes", "none", POSITIVE),
+    Metric("score_flops", "FLOP", "operations of a score's matrix products", "none", POSITIVE),
+    Metric("matmul_rate", "FLOP/s", "what a square matrix product reaches here", "none", POSITIVE),
     Metric("answer_s", "s", "answering on the compacted cache", "lower", POSITIVE),
     Metric("peak_bytes", "bytes", "largest memory in use", "lower", POSITIVE),
 )

@@ -22,7 +22,7 @@ from .panels import describe_setting, main_metric, panels, short
 
 FORMATS = ("text", "md", "csv", "json")
 WIDTH = 140  # columns, where there is no terminal
-COSTS = ("s", "bytes", "pairs")  # units of what is measured along the way
+COSTS = ("s", "bytes", "pairs", "tokens/s", "FLOP", "FLOP/s")  # units of what is measured along the way
 Tasks = Mapping[str, Mapping[str, Any]]
 
 
@@ -108,6 +108,11 @@ def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
     header, body = _pivot(lines, metric, counts[-1] if counts else 0)
     if fmt == "md":
         return f"### {title}\n\n{_markdown(header, body)}"
+    return f"{title}\n{text_table(header, body)}"  # a title of the table's own would wrap at its width
+
+
+def text_table(header: Sequence[str], body: Sequence[Sequence[str]]) -> str:
+    """Columns for a terminal, the first one to the left; numbers are never cut."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     for index, name in enumerate(header):
         widest = max(len(word) for row in [header, *body] for word in (row[index].split() or [""]))
@@ -119,8 +124,7 @@ def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
     console = _console(max(narrow.width, least))
     with console.capture() as captured:
         console.print(table)
-    lines_of_text = [line.rstrip() for line in captured.get().strip("\n").split("\n")]
-    return "\n".join([title, *lines_of_text])  # a title of the table's own would wrap at its width
+    return "\n".join(line.rstrip() for line in captured.get().strip("\n").split("\n"))
 
 
 def _console(width: int) -> Console:
@@ -164,6 +168,8 @@ def number(value: float, metric: str) -> str:
         return str(value)
     if unit == "bytes":
         return f"{value / 2**20:.2f}MiB"
+    if unit in ("FLOP", "FLOP/s"):
+        return f"{value / 1e9:.3g}G"
     if unit == "pairs":
         return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
     if unit == "0..1":
