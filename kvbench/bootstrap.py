@@ -1,4 +1,7 @@
-"""95% percentile bootstrap over samples, for many numbers measured on the same samples at once."""
+"""95% percentile bootstrap over samples, for many numbers measured on the same samples at once.
+
+The unit is the sample: rows of one sample under several seeds are drawn together or not at all.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +40,22 @@ class Measured:
         total = float(len(self.samples)) if self.weights is None else math.fsum(self.weights)
         ratio = math.fsum(self.values) / total if total else math.nan
         return math.exp(ratio) if self.log and ratio < 709 else ratio if not self.log else math.inf
+
+
+def measured(
+    samples: Sequence[str], values: Floats, weights: Floats | None = None, log: bool = False
+) -> Measured:
+    """A number from rows sorted by sample; several rows of one sample (seeds) are one unit of resampling.
+
+    weights: None for ones. The estimate is that of all rows.
+    """
+    ids = np.array(samples, dtype=object)
+    starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.empty(0, int)
+    if len(starts) == len(ids):
+        return Measured(tuple(samples), values, weights, log)
+    counts = np.ones(len(ids)) if weights is None else weights
+    sums, totals = (np.add.reduceat(column, starts) for column in (values, counts))
+    return Measured(tuple(ids[starts]), sums, totals, log)
 
 
 def intervals(items: Sequence[Measured]) -> list[tuple[float, float]]:

@@ -81,6 +81,9 @@ def run(
     model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
     limit: Annotated[int | None, typer.Option(help="Samples per task; default: all.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated samples and random policies.")] = 0,
+    seeds: Annotated[
+        list[str] | None, typer.Option(help="Several seeds, as 0,1,2; tables and figures pool them.")
+    ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     protocol: Annotated[
@@ -104,9 +107,9 @@ def run(
     Lists are separated by commas, and options may repeat.
     """
     options: dict[str, Any] = {
-        "model": model, "limit": limit, "seed": seed, "device": device, "dtype": dtype, "protocol": protocol,
-        "schedule": schedule, "chunk": chunk, "pins": pins, "question": question, "template": template,
-        "data": data, "out": out,
+        "model": model, "limit": limit, "seed": seed, "seeds": parse_seeds(seeds or []), "device": device,
+        "dtype": dtype, "protocol": protocol, "schedule": schedule, "chunk": chunk, "pins": pins,
+        "question": question, "template": template, "data": data, "out": out,
     }  # fmt: skip
     specs, names = split_specs(policy), split_specs(task)
     config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)
@@ -161,12 +164,30 @@ def table(
     """Print means with 95% intervals from stored rows."""
     from .aggregate import aggregate
     from .results import read_rows
-    from .table import FORMATS, render
+    from .table import render
 
-    if format not in FORMATS:
-        raise BadInput(f"--format '{format}': choose one of {', '.join(FORMATS)}")
+    _check_format(format)
     frame = aggregate(read_rows(paths), split_specs(metric or []) or None)
     typer.echo(render(frame, format, _tasks(paths)).rstrip("\n"))
+
+
+@app.command()
+def compare(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    baseline: Annotated[str, typer.Option(help="The policy to compare with, as tables name it.")] = FULL,
+    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics; default: each task's main one, and kl.")
+    ] = None,
+) -> None:
+    """Compare every policy with a baseline on the same samples: differences, tests, and what to distrust."""
+    from .compare import compare as compare_rows
+    from .comparison_table import render_comparison
+    from .results import read_rows
+
+    _check_format(format)
+    frame = compare_rows(read_rows(paths), baseline, split_specs(metric or []) or None, _tasks(paths))
+    typer.echo(render_comparison(frame, format).rstrip("\n"))
 
 
 @app.command("list")
@@ -219,6 +240,22 @@ def parse_budgets(given: list[str]) -> tuple[int, ...]:
             )
         budgets.append(int(piece))
     return tuple(budgets)
+
+
+def parse_seeds(given: list[str]) -> tuple[int, ...]:
+    """Seeds from comma-separated texts. Raises: BadInput for anything but whole numbers."""
+    pieces = [piece for piece in (part.strip() for text in given for part in text.split(",")) if piece]
+    for piece in pieces:
+        if not re.fullmatch(r"[0-9]+", piece):
+            raise BadInput(f"seed '{piece}': a seed is a whole number, as in --seeds 0,1,2")
+    return tuple(map(int, pieces))
+
+
+def _check_format(name: str) -> None:
+    from .table import FORMATS
+
+    if name not in FORMATS:
+        raise BadInput(f"--format '{name}': choose one of {', '.join(FORMATS)}")
 
 
 def _refuse_unknown(config: RunConfig) -> None:

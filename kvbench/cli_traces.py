@@ -87,8 +87,9 @@ def eviction_error(
     """Eviction cost and missed mass of policies on recorded traces, without any model call."""
     import json
 
-    from .aggregate import aggregate, paired
+    from .aggregate import aggregate
     from .cli import parse_budgets
+    from .compare import paired
     from .eviction_error import ErrorConfig, measure
     from .results import read_rows
     from .table import render
@@ -110,9 +111,11 @@ def eviction_error(
     typer.echo(render(aggregate(rows, ["eviction_cost", "missed_mass"]), "text").rstrip("\n"))
     if baseline:
         first = rows[rows["budget"] == min(config.budgets)]
-        columns = ["policy", "mean", "lo", "hi", "n", "win", "tie", "loss", "p"]
+        columns = ["policy", "difference", "lo", "hi", "n", "win", "tie", "loss", "p"]
         pairs = paired(first, baseline, "eviction_cost")[columns]
-        typer.echo(f"\neviction cost minus that of {baseline}, paired over traces, 95% interval, sign test:")
+        typer.echo(
+            f"\neviction cost minus that of {baseline}, paired over traces, 95% interval, permutation test:"
+        )
         typer.echo(pairs.to_string(index=False, float_format=lambda value: f"{value:.3g}"))
     if per_head:
         (path / "per_head.json").write_text(json.dumps(heads))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .errors import BadInput
@@ -52,8 +52,8 @@ class RunConfig:
     budgets: KV pairs kept per KV head per layer, pins included. limit: samples per task.
     protocol: a set of rules, see PROTOCOLS. pins, question, schedule, chunk: given, they go before the
     protocol's; None takes the protocol's, else each task's own. data: a jsonl file in the hub's
-    schema. out: run folder; None derives one from the configuration, so that the same command
-    finds its rows again.
+    schema. seeds: several seeds instead of one, each with rows of its own. out: run folder; None
+    derives one from the configuration, so that the same command finds its rows again.
     """
 
     policies: tuple[str, ...]
@@ -72,6 +72,7 @@ class RunConfig:
     template: Literal["auto", "chat", "none"] = "auto"
     data: str | None = None
     out: str | None = None
+    seeds: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("policies", "tasks", "budgets"):
@@ -83,6 +84,12 @@ class RunConfig:
             if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
                 raise BadInput(f"budget {budget}: a budget is a whole number of KV pairs, 1 or more")
         object.__setattr__(self, "budgets", tuple(sorted(set(self.budgets))))
+        object.__setattr__(self, "seeds", tuple(dict.fromkeys(self.seeds)))
+        for seed in (self.seed, *self.seeds):
+            if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+                raise BadInput(f"seed {seed}: a seed is a whole number from 0 to 2**63 - 1")
+        if self.seeds and self.seed:
+            raise BadInput(f"--seed {self.seed} and --seeds: give one of them")
         if self.limit is not None and self.limit < 1:
             raise BadInput(f"--limit {self.limit}: must be 1 or more")
         if self.chunk is not None and self.chunk < 1:
@@ -107,6 +114,10 @@ class RunConfig:
         if value not in allowed:
             names = ", ".join(text for text in allowed if text)
             raise BadInput(f"--{name} '{value}': choose one of {names}")
+
+    def of_each_seed(self) -> list[RunConfig]:
+        """The same run, once for every seed."""
+        return [replace(self, seed=seed, seeds=()) for seed in self.seeds or (self.seed,)]
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -42,15 +42,23 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
     return manifest
 
 
-def prepare_manifest(folder: Path, fixed: Mapping[str, Any], extra: Mapping[str, Any]) -> list[str]:
+def prepare_manifest(
+    folder: Path,
+    fixed: Mapping[str, Any],
+    extra: Mapping[str, Any],
+    settings: Mapping[str, Any] | None = None,
+) -> list[str]:
     """Write the manifest of a new folder, or check `fixed` against an old one; note this invocation.
 
-    extra: sections (dicts) merged into those already there. Returns what the user should hear.
+    extra: sections (dicts) merged into those already there. settings: of this invocation.
+    Returns what the user should hear.
     Raises: StoreError naming every field of `fixed` that differs.
     """
     asked = json.loads(json.dumps(dict(fixed)))  # tuples become lists, as they are read back
     versions, here, notes = _versions(), machine(), []
     run: dict[str, Any] = {"started": datetime.now(UTC).isoformat(timespec="seconds"), "command": _command()}
+    if settings is not None:
+        run["settings"] = json.loads(json.dumps(dict(settings)))
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         _check_fixed(folder, manifest.get("fixed", {}), asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -11,28 +11,39 @@ import pandas as pd
 from .config import FULL
 from .metrics import METRICS
 
-SETTING = ["task", "model", "schedule", "chunk", "question", "template", "seed", "pins_mode"]
-SHARED = ["task", "model", "question", "template", "seed"]  # what the full cache depends on
+SETTING = ["task", "model", "schedule", "chunk", "question", "template", "pins_mode"]
+SHARED = ["task", "model", "question", "template"]  # what the full cache depends on
 
 
 def panels(frame: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
     """Split aggregated lines into what may be compared side by side: (setting, lines).
 
     The full cache belongs to every panel it is valid for, whatever the schedule and the pins. A
-    `label` column names each curve: the policy, and the run folder where two runs differ.
+    `label` column names each curve: the policy, and the run folder where two runs differ. The setting
+    also says the seeds that its lines have.
     """
     full = frame[frame["policy"] == FULL]
     rest = frame[frame["policy"] != FULL]
     found: list[tuple[dict[str, Any], pd.DataFrame]] = []
     for _, part in rest.groupby(SETTING, sort=False, dropna=False):
-        setting = {name: part[name].iloc[0] for name in SETTING}
+        setting = _setting(part)
         own = full[matches(full, setting, SETTING)]
         lines = pd.concat([own if len(own) else full[matches(full, setting, SHARED)], part])
         found.append((setting, _labelled(lines)))
     if rest.empty:
         for _, part in full.groupby(SETTING, sort=False, dropna=False):
-            found.append(({name: part[name].iloc[0] for name in SETTING}, _labelled(part)))
+            found.append((_setting(part), _labelled(part)))
     return found
+
+
+def _setting(lines: pd.DataFrame) -> dict[str, Any]:
+    seeds = {int(seed) for text in lines["seeds"] for seed in text.split(",") if seed}
+    return {name: lines[name].iloc[0] for name in SETTING} | {"seeds": seeds_text(seeds)}
+
+
+def seeds_text(seeds: Iterable[int]) -> str:
+    """ "0,1,2" of any seeds, each once, ascending."""
+    return ",".join(map(str, sorted(set(seeds))))
 
 
 def matches(frame: pd.DataFrame, setting: Mapping[str, Any], names: Sequence[str]) -> pd.Series:
@@ -75,9 +86,10 @@ def describe_setting(setting: Mapping[str, Any]) -> str:
     """The rules of a panel in a few words, task aside."""
     chunk = "" if pd.isna(setting["chunk"]) else f" of {setting['chunk']} tokens"
     pins = "native (each policy's own)" if setting["pins_mode"] == "native" else setting["pins_mode"]
+    seeds = setting["seeds"]
     return (
         f"{setting['model']}, {setting['schedule']}{chunk}, question {setting['question']}, "
-        f"pins {pins}, template {setting['template']}, seed {setting['seed']}"
+        f"pins {pins}, template {setting['template']}, seed{'s' if ',' in seeds else ''} {seeds}"
     )
 
 

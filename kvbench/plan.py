@@ -108,7 +108,7 @@ def check_trained(policy: Policy, name: str, model: TrainedFor) -> None:
 class Work:
     """One task's samples, tokenised, and the row keys they need.
 
-    chat: whether the chat template is applied. source, sha256: of the data. items: each sample with
+    chat: whether the chat template is applied. source, sha256, seeded: of the data. items: each sample with
     its prompt, or with the reason why it is skipped.
     """
 
@@ -118,6 +118,7 @@ class Work:
     chat: bool
     source: str
     sha256: str
+    seeded: bool
     items: list[tuple[Sample, Prompt | str]]
 
     @classmethod
@@ -148,7 +149,7 @@ class Work:
         ids = [sample.id for sample, _ in items]
         if len(set(ids)) < len(ids):
             raise BadInput(f"task '{plan.task.name}' gives two samples the same id: ids must be unique")
-        return cls(config, plan, opened, chat, made.source, made.sha256, items)
+        return cls(config, plan, opened, chat, made.source, made.sha256, made.seeded, items)
 
     @property
     def info(self) -> dict[str, Any]:
@@ -160,6 +161,12 @@ class Work:
             "data": self.source,
             "data_sha256": self.sha256,
         }
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the manifest says about the data with this hash."""
+        seed = self.config.seed if self.seeded else None
+        return {"task": spec_of(self.plan.task), "seed": seed, "source": self.source}
 
     def missing(self, done: set[str]) -> list[tuple[Sample, Prompt | str]]:
         """Samples with at least one cell to compute."""
@@ -186,6 +193,13 @@ class Work:
             "template": "chat" if self.chat else "none",
             "seed": self.config.seed,
         }
+
+    def family(self, cell: Cell) -> str:
+        """The identity of a configuration apart from its seed: rows of one family are pooled."""
+        settings = self.configuration(cell)
+        for name in ("seed", "data_sha256") if self.seeded else ("seed",):
+            settings.pop(name)
+        return fingerprint(settings)
 
     def key(self, cell: Cell, sample: Sample) -> str:
         """The identity of a row: its configuration and its sample."""

@@ -30,9 +30,9 @@ INTEGERS = (
     "schema", "budget", "chunk", "seed", "context_tokens", "question_tokens", "evicted_layers", "layers",
 )  # fmt: skip
 TEXTS = (
-    "key", "config", "policy", "spec", "params", "task", "task_spec", "task_params", "model", "schedule",
-    "pins", "pins_mode", "question", "template", "data", "sample", "status", "reason", "note", "text",
-    "gold_label", "label",
+    "key", "config", "family", "policy", "spec", "params", "task", "task_spec", "task_params", "model",
+    "schedule", "pins", "pins_mode", "question", "template", "data", "sample", "status", "reason", "note",
+    "text", "gold_label", "label",
 )  # fmt: skip
 
 
@@ -54,11 +54,18 @@ class Store:
         self._seen: dict[str, tuple[str, str]] = {}  # key -> (status, digest of everything but times)
 
     @classmethod
-    def open(cls, path: str | Path, fixed: Mapping[str, Any], extra: Mapping[str, Any]) -> Store:
+    def open(
+        cls,
+        path: str | Path,
+        fixed: Mapping[str, Any],
+        extra: Mapping[str, Any],
+        settings: Mapping[str, Any] | None = None,
+    ) -> Store:
         """Create or resume a run folder.
 
         fixed: whatever changes the numbers of all rows; must equal what the folder was made with.
-        extra: sections merged into the manifest ("style", "tasks").
+        extra: sections merged into the manifest ("style", "tasks"). settings: of this invocation, noted
+        so that it can be repeated.
         Raises: StoreError when the folder cannot be written, is in use, or has another `fixed`.
         """
         folder = Path(path)
@@ -72,7 +79,7 @@ class Store:
         store = cls(folder, lock)
         try:
             store._take_lock()
-            store._load(fixed, extra)
+            store._load(fixed, extra, settings)
         except OSError as error:
             store.close()
             raise StoreError(f"cannot use {folder} ({error.strerror}): free space or change --out") from error
@@ -90,14 +97,16 @@ class Store:
                 f"{self.path} is in use by another run: wait until it ends, or give this one another --out"
             ) from error
 
-    def _load(self, fixed: Mapping[str, Any], extra: Mapping[str, Any]) -> None:
+    def _load(
+        self, fixed: Mapping[str, Any], extra: Mapping[str, Any], settings: Mapping[str, Any] | None
+    ) -> None:
         rows = self.path / ROWS
         if rows.exists() and rows.stat().st_size and not (self.path / MANIFEST).exists():
             raise StoreError(
                 f"{rows} has no {MANIFEST} beside it, so nobody knows how it was made: "
                 "put the manifest back or use another --out"
             )
-        self.notes += prepare_manifest(self.path, fixed, extra)
+        self.notes += prepare_manifest(self.path, fixed, extra, settings)
         self._rows = os.open(rows, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         _sync_folder(self.path)
         data = rows.read_bytes()

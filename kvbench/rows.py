@@ -53,6 +53,7 @@ def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
     return {
         "key": work.key(cell, sample),
         "config": config,
+        "family": work.family(cell),
         **settings,
         "spec": work.plan.specs.get(cell, FULL),
         "task_spec": spec_of(work.plan.task),

@@ -55,7 +55,11 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
 
     opened = open_model(config.model, config.device, config.dtype)
     policies, left_out = _fitting(config, policies, opened)
-    work = [Work.build(config, plan_task(config, task, policies), opened) for task in tasks]
+    work = [
+        Work.build(one, plan_task(one, task, policies), opened)
+        for task in tasks
+        for one in config.of_each_seed()
+    ]
     fixed = {
         "model": opened.name,
         "model_sha256": opened.sha256,
@@ -63,8 +67,12 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
         "dtype": str(opened.dtype).removeprefix("torch."),
         "device": opened.device.type,
     }
-    extra = {"style": style_of(policies), "tasks": {spec_of(item.plan.task): item.info for item in work}}
-    with Store.open(path, fixed, extra) as store:
+    extra = {
+        "style": style_of(policies),
+        "tasks": {spec_of(item.plan.task): item.info for item in work},
+        "data": {item.sha256: item.data for item in work},
+    }
+    with Store.open(path, fixed, extra, config.as_dict()) as store:
         missing = sum(len(item.missing(store.done)) for item in work)
         if missing:
             lm = opened.load()
@@ -109,7 +117,7 @@ def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:
 
 def _default_folder(config: RunConfig) -> Path:
     """A folder that the same command finds again; more budgets, policies or samples go there too."""
-    growing = ("policies", "budgets", "limit", "out")
+    growing = ("policies", "budgets", "limit", "out", "seeds")
     own = {key: value for key, value in config.as_dict().items() if key not in growing}
     names = "-".join(spec.partition(":")[0].replace("/", "_") for spec in config.tasks)
     model = config.model.replace("/", "_").strip("._")

@@ -36,7 +36,7 @@ def render(frame: pd.DataFrame, fmt: str = "text", tasks: Tasks | None = None) -
     Raises: BadInput for another format.
     """
     if fmt == "json":
-        return _json(frame)
+        return json_lines(frame)
     if fmt == "csv":
         return frame.to_csv(index=False, lineterminator="\n")
     if fmt not in FORMATS:
@@ -44,7 +44,7 @@ def render(frame: pd.DataFrame, fmt: str = "text", tasks: Tasks | None = None) -
     parts: list[str] = []
     for setting, lines in panels(frame):
         shown, hidden = _blocks(lines, main_metric(lines, setting["task"], tasks))
-        parts.append(_heading(setting, fmt))
+        parts.append(heading(f"{setting['task']}: {describe_setting(setting)}", fmt))
         parts += [_block(lines[lines["metric"] == name], name, fmt) for name in shown]
         notes = footnotes(lines)
         if hidden:
@@ -61,7 +61,7 @@ def headline(frame: pd.DataFrame, tasks: Tasks | None = None) -> pd.DataFrame:
     return pd.concat(parts).reset_index(drop=True) if parts else frame
 
 
-def _json(frame: pd.DataFrame) -> str:
+def json_lines(frame: pd.DataFrame) -> str:
     """One object per line. pins become a pair of numbers."""
     objects = []
     for line in frame.astype(object).to_dict("records"):
@@ -91,8 +91,7 @@ def _blocks(lines: pd.DataFrame, main: str) -> tuple[list[str], list[str]]:
     return [main, *shown], costs
 
 
-def _heading(setting: Mapping[str, Any], fmt: str) -> str:
-    text = f"{setting['task']}: {describe_setting(setting)}"
+def heading(text: str, fmt: str) -> str:
     return f"## {text}" if fmt == "md" else text
 
 
@@ -105,7 +104,11 @@ def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
         samples = f"n = {counts[0] if counts else 0}"
     task = lines["task"].iloc[0]
     title = f"{task}: {describe(metric).label}, {samples}"
-    header, body = _pivot(lines, metric, counts[-1] if counts else 0)
+    return grid(title, *_pivot(lines, metric, counts[-1] if counts else 0), fmt)
+
+
+def grid(title: str, header: Sequence[str], body: Sequence[Sequence[str]], fmt: str) -> str:
+    """A titled table, "text" or "md": the first column to the left, numbers to the right."""
     if fmt == "md":
         return f"### {title}\n\n{_markdown(header, body)}"
     return f"{title}\n{text_table(header, body)}"  # a title of the table's own would wrap at its width

@@ -16,7 +16,8 @@ class Sample:
     template, followed by `answer_prefix` (the beginning of the model's own turn). With the
     question withheld only what comes from `context` is in the cache when eviction happens.
 
-    id: unique within the task and its parameters. choices: texts to compare by likelihood, or
+    id: unique within the task and its parameters; where the seed changes the sample, it changes the id.
+    choices: texts to compare by likelihood, or
     () to generate. reference: the continuation on which nll, kl and future attention are
     measured (the gold answer, as it would follow the prompt). gold: whatever `Task.score` needs.
     max_new_tokens, stop: limits of a generated answer (tokens; strings that end it). Without choices and
@@ -87,11 +88,15 @@ class Setting:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples with the provenance of their data: source in words and sha256 of the data."""
+    """Samples with the provenance of their data: source in words and sha256 of the data.
+
+    seeded: whether the seed changes the data, and so the sha256.
+    """
 
     samples: Sequence[Sample]
     source: str
     sha256: str
+    seeded: bool = False
 
 
 class Task(ABC):

@@ -107,7 +107,7 @@ class Ruler(Task):
                 f"{self.max_new_tokens} new tokens need {least} tokens; raise length"
             )
         recipe = [VERSION, self.name, self.length, self.max_new_tokens, setting.seed, generator.recipe]
-        return Samples(made, generator.source, fingerprint(recipe))
+        return Samples(made, generator.source, fingerprint(recipe), seeded=True)
 
     def score(self, sample: Sample, answer: Answer) -> dict[str, float]:
         """Share of the expected strings found in the answer, whatever the case (string_match_all)."""

@@ -67,6 +67,12 @@ def test_lists_join_and_options_repeat(engine: list[RunConfig]) -> None:
     ]
 
 
+@pytest.mark.parametrize("given", [["--seeds", "0,1", "--seeds", "2"], ["--seeds", " 0, 1,2,"]])
+def test_seeds_join(engine: list[RunConfig], given: list[str]) -> None:
+    invoke(*RUN, *given)
+    assert engine[0].seeds == (0, 1, 2)
+
+
 def test_a_run_ends_with_table_notes_and_the_next_command(engine: list[RunConfig], folder: Path) -> None:
     result = invoke(*RUN)
     table, _, rest = result.stdout.partition("note: remember this\n")
@@ -103,6 +109,17 @@ def test_table_formats_agree(folder: Path) -> None:
     assert "kl" in markdown
 
 
+def test_compare_prints_a_paired_table(folder: Path) -> None:
+    given = ("compare", folder, "--baseline", "snapkv", "--metric", "accuracy")
+    text = invoke(*given).stdout
+    assert "boolq: accuracy (0..1, higher is better), minus snapkv, n = 6" in text
+    assert "p, Holm" in text
+    lines = json.loads(invoke(*given, "--format", "json").stdout)
+    assert {"snapkv"} == {line["baseline"] for line in lines}
+    assert all(0 < line["p"] <= line["p_holm"] <= 1 for line in lines)
+    assert invoke("compare", folder).exit_code == 0  # with the full cache
+
+
 def test_plot_prints_the_files_it_wrote(folder: Path, tmp_path: Path) -> None:
     result = invoke("plot", folder, "--metric", "accuracy", "--out", tmp_path)
     assert result.exit_code == 0, result.output
@@ -115,7 +132,7 @@ def test_plot_and_table_work_without_torch(folder: Path, tmp_path: Path) -> None
     program = (
         "import sys; sys.modules['torch'] = sys.modules['transformers'] = None\n"
         "from typer.testing import CliRunner; from kvbench.cli import app\n"
-        "for more in (['table'], ['plot', '--out', sys.argv[2]]):\n"
+        "for more in (['table'], ['compare'], ['plot', '--out', sys.argv[2]]):\n"
         "    done = CliRunner().invoke(app, [*more, sys.argv[1], '--metric', 'accuracy'])\n"
         "    assert done.exit_code == 0, (done.output, done.exception)"
     )

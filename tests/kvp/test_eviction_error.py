@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvbench import models
-from kvbench.aggregate import aggregate, paired
+from kvbench.aggregate import aggregate
+from kvbench.compare import paired
 from kvbench.errors import BadInput, StoreError, UnknownName
 from kvbench.eviction_error import ErrorConfig, measure
 from kvbench.observe import attention_rows

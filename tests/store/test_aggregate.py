@@ -1,4 +1,4 @@
-"""Means, intervals and paired differences, against arithmetic done by hand."""
+"""Means and intervals, against arithmetic done by hand."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.aggregate import aggregate, available, paired
+from kvbench.aggregate import aggregate, available
 from kvbench.bootstrap import Measured, intervals
-from kvbench.errors import BadInput, UnknownName
+from kvbench.errors import UnknownName
 from kvbench.panels import panels
 from kvbench.results import Store, read_rows
 from tests.store.synthetic import make_run, row
@@ -89,7 +89,6 @@ def test_numbers_depend_neither_on_order_nor_on_company(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"seed": 1},
         {"chunk": 64, "schedule": "chunked"},
         {"question": "seen"},
         {"pins": [4, 16]},
@@ -144,43 +143,9 @@ def test_unloaded_plugins_metric_is_aggregated_all_the_same(tmp_path: Path) -> N
     assert line(aggregate(rows, ["odd_one"]), "odd_one")["mean"] == 1.0
 
 
-def test_paired_differences_use_the_same_samples(tmp_path: Path) -> None:
-    """220 samples, 80 both right, 30 against 12 discordant: p is 0.008 paired, 0.08 if unpaired."""
-    right = [(1.0, 1.0)] * 80 + [(1.0, 0.0)] * 30 + [(0.0, 1.0)] * 12 + [(0.0, 0.0)] * 98
-    rows = []
-    for index, (mine, base) in enumerate(right):
-        rows.append(row("knorm", 64, f"s{index}", metrics={"accuracy": mine}))
-        rows.append(row("tova", 64, f"s{index}", metrics={"accuracy": base}))
-        rows.append(row("tova", 32, f"s{index}", metrics={"accuracy": 1.0}))
-    rows.append(row("knorm", 64, "only here", metrics={"accuracy": 0.0}))
-    (found,) = paired(frame_of(tmp_path, rows), "tova", "accuracy").to_dict("records")
-    assert (found["policy"], found["budget"], found["n"]) == ("knorm", 64, 220)
-    assert found["mean"] == pytest.approx(18 / 220)
-    assert (found["win"], found["tie"], found["loss"]) == (30, 178, 12)
-    assert found["p"] == pytest.approx(0.0079, abs=5e-4)
-    assert 0 < found["lo"] < found["mean"] < found["hi"]
-
-
-def test_paired_with_the_full_cache_and_a_lower_is_better_metric(tmp_path: Path) -> None:
-    rows = [row("full", None, f"s{i}", metrics={"nll": 1.0}) for i in range(4)]
-    rows += [row("knorm", b, f"s{i}", metrics={"nll": 1.0 + i / b}) for b in (2, 4) for i in range(4)]
-    found = paired(frame_of(tmp_path, rows), "full", "nll")
-    assert found["budget"].tolist() == [2, 4]
-    assert found["mean"].tolist() == [0.75, 0.375]
-    assert found[["win", "tie", "loss"]].to_numpy().tolist() == [[0, 1, 3], [0, 1, 3]]
-
-
-def test_paired_refuses_what_it_cannot_pair(tmp_path: Path) -> None:
-    rows = frame_of(tmp_path, [row("knorm", 64), row("tova", 64), row("tova", 64, pins=[4, 0])])
-    with pytest.raises(UnknownName, match="knorm, tova"):
-        paired(rows, "snapkv", "accuracy")
-    with pytest.raises(BadInput, match="several configurations"):
-        paired(rows, "tova", "accuracy")
-
-
 def test_full_cache_joins_every_panel(tmp_path: Path) -> None:
     chunked = {"schedule": "chunked", "chunk": 64}
-    rows = [row("full", None), row("knorm", 64), row("knorm", 64, **chunked), row("full", None, seed=1)]
+    rows = [row("full", None), row("knorm", 64), row("knorm", 64, **chunked), row("full", None, model="m")]
     found = panels(aggregate(frame_of(tmp_path, rows), ["accuracy"]))
     assert [setting["schedule"] for setting, _ in found] == ["chunked", "prefill"]
     assert [lines["label"].tolist() for _, lines in found] == [["full", "knorm"]] * 2
