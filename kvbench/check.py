@@ -24,14 +24,21 @@ from .specimen import Specimen, specimens
 Trial = Callable[[Policy, Specimen, Tensor], str]  # what breaks, in words; "" when nothing does
 
 FEEDS: dict[str, frozenset[Need]] = {  # part of a layer -> the needs that let a policy look at it
-    "keys": frozenset({Need.KEYS, Need.WINDOW_QUERIES, Need.ATTENTION_SUMS}),
+    "keys": frozenset({Need.KEYS, Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.PROBE}),
     "values": frozenset({Need.VALUES}),
     "queries": frozenset({Need.WINDOW_QUERIES, Need.ATTENTION_SUMS}),
     "hidden": frozenset({Need.HIDDEN_STATES}),
     "future": frozenset({Need.FUTURE}),
+    "probe": frozenset({Need.PROBE}),
     "key": frozenset({Need.RANDOM}),
 }
-PART_NAMES = {"hidden": "hidden states", "future": "future attention", "key": "the random key"}
+PART_NAMES = {
+    "hidden": "hidden states",
+    "future": "future attention",
+    "probe": "extra tokens",
+    "key": "the random key",
+}
+BESIDE_PROBE = frozenset({Need.PROBE, Need.KEYS, Need.VALUES, Need.RANDOM})
 
 
 @dataclass(frozen=True)
@@ -138,6 +145,11 @@ def _declaration(policy: Policy) -> str:
     needs: object = policy.needs
     if not isinstance(needs, Set) or not all(isinstance(need, Need) for need in needs):
         return f"needs is {policy.needs!r}; it must be a set of kvbench.Need"
+    if Need.PROBE in needs and needs - BESIDE_PROBE:
+        gone = ", ".join(sorted(need.value for need in needs - BESIDE_PROBE))
+        return f"needs {gone} beside extra tokens; when those are read, only keys, values and draws are there"
+    if (Need.PROBE in needs) != isinstance(policy.probe, Tensor):
+        return "needs names extra tokens if and only if `probe` is a tensor (n, d_model) of their embeddings"
     if not isinstance(policy.pins, Pins):
         return f"pins is {policy.pins!r}; it must be kvbench.Pins"
     return ""
@@ -212,6 +224,8 @@ def _inputs(seen: Observation) -> dict[str, Tensor]:
         parts["hidden states"] = seen._hidden
     if seen._future is not None:
         parts["future attention"] = seen._future()
+    if seen._probe is not None:
+        parts |= {"extra queries": seen._probe.queries, "extra keys": seen._probe.keys}
     return parts | {f"weights of {name}": weight for name, weight in seen.module.named_parameters()}
 
 

@@ -145,24 +145,12 @@ def record(
         read(lm, cache, torch.cat([context, rest]), 0, observer=recorder)
         return recorder.finished(), recorder.scaling
     ranking = Ranking(lm, [[eviction.ranker]], draw_key(name), seen=len(context))
-    read_and_rank(lm, cache, context, 0, _Both(ranking, recorder))  # type: ignore[arg-type]
+    read_and_rank(lm, cache, context, 0, ranking, recorder)
     if ranking.failed:
         raise BadInput(next(iter(ranking.failed.values())))
     cache, _ = evict(lm, cache, [eviction], [0], ranking, len(rest))
     read(lm, cache, rest, len(context), observer=recorder)
     return recorder.finished(), recorder.scaling
-
-
-class _Both:
-    """Ranks and records in one pass; looks like the ranking to whoever reads."""
-
-    def __init__(self, ranking: Ranking, recorder: _Recorder) -> None:
-        self.ranking, self.recorder = ranking, recorder
-        self.wanted, self.hidden = ranking.wanted, ranking.hidden
-
-    def __call__(self, layer: Layer) -> None:
-        self.ranking(layer)
-        self.recorder(layer)
 
 
 def _samples(config: TraceConfig, opened: OpenModel) -> list[tuple[str, str, Prompt]]:

@@ -16,6 +16,7 @@ from .eviction import eviction_cost, missed_mass
 from .loop import Compressed, Ranker, Ranking, Target, compress_in_chunks, evict, rank_stored, read_and_rank
 from .models import LoadedModel
 from .policy import Need
+from .probe import probe_tokens
 from .prompt import Prompt
 from .task import Sample
 
@@ -111,11 +112,9 @@ def _read_context(
     room = prompt.room(sample.max_new_tokens)
     ids = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
     ranking = Ranking(lm, [_rankers(cells, future=False)], key, seen=n)
-    full = Cache.empty(lm.geometry.layers, n + room)
-    started = time.perf_counter()
-    if n:
-        read_and_rank(lm, full, ids, 0, ranking)
-    prefill_s = time.perf_counter() - started - sum(ranking.seconds.values())
+    extra = max((probe_tokens(ranker.policy) for ranker in ranking.wanted[0]), default=0)
+    full = Cache.empty(lm.geometry.layers, n + max(room, extra))
+    prefill_s = read_and_rank(lm, full, ids, 0, ranking) if n else 0.0
     future = FutureAttention.over(n, lm.geometry.full_layers)
     return _Context(lm, prompt, sample, ids, room, full, ranking, future, torch.empty(0), prefill_s)
 
@@ -214,7 +213,8 @@ def _compress(
     alive = [target for target in targets if target not in failed]
     cache, rows = evict(lm, context.full, alive, [0] * len(alive), ranking, context.room)
     row_of = dict(zip(alive, rows, strict=True))
-    return Compressed(cache, row_of, failed, ranking.seconds, dict.fromkeys(alive, n))
+    peak = {target: n + probe_tokens(target.ranker.policy) for target in alive}
+    return Compressed(cache, row_of, failed, ranking.seconds, peak)
 
 
 def _positions(lm: LoadedModel, cache: Cache, row: int) -> Tensor:

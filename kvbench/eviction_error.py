@@ -1,13 +1,14 @@
-"""`kvbench eviction-error`: how well policies rank recorded tokens, without any model call.
+"""`kvbench eviction-error`: how well policies rank recorded tokens.
 
 For every trace and split point, each policy ranks the tokens before the split from recorded queries, keys
-and values; the recorded future says what each ranking cost. One row per (policy, budget, trace), in the
-schema of a run, so `table` and `plot` read them.
+and values; the recorded future says what each ranking cost. No model is called, but for policies that
+read extra tokens: the traces' model reads those, and nothing else, after the recorded keys and values. One
+row per (policy, budget, trace), in the schema of a run, so `table` and `plot` read them.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from torch import Tensor
 from .config import Cell, fingerprint, parse_pins
 from .errors import BadInput
 from .eviction import eviction_cost, missed_mass
-from .observe import Observation, draw_key
+from .models import LoadedModel, open_model
+from .observe import Observation, Probed, draw_key
 from .plan import check_trained
-from .policy import Pins, Policy, TrainedFor
+from .policy import Need, Pins, Policy, TrainedFor
+from .probe import probe_trace
 from .progress import progress as progress_bar
 from .rank import keep, rank
 from .registry import POLICIES, expand_policies, spec_of
@@ -76,10 +79,11 @@ def measure(config: ErrorConfig, progress: bool = True) -> tuple[Path, dict[str,
         "style": style_of(policies),
         "tasks": {TASK: {"metric": "eviction_cost", "source": "arXiv:2602.10238", "data": "recorded traces"}},
     }
+    lm = _reader(traces, policies)
     heads: dict[str, list[Tensor]] = {}
     with Store.open(out, fixed, extra) as store, progress_bar(progress, len(chosen), "traces") as advance:
         for trace in chosen:
-            store.append(_rows(config, traces, trace, policies, heads))
+            store.append(_rows(config, traces, trace, _Measured(policies, heads, lm)))
             advance(trace.info.task)
     return out, {spec: torch.stack(costs).mean(0).tolist() for spec, costs in heads.items()}
 
@@ -92,6 +96,42 @@ def _policies(config: ErrorConfig, traces: TraceSet) -> list[Policy]:
     for policy in policies:
         check_trained(policy, traces.header["model"], model)
     return policies
+
+
+def _reader(traces: TraceSet, policies: list[Policy]) -> LoadedModel | None:
+    """The model that recorded the traces, where a policy has extra tokens for it to read."""
+    if not any(Need.PROBE in policy.needs for policy in policies):
+        return None
+    opened = open_model(traces.header["model"], "cpu", traces.header["model_dtype"])
+    if opened.sha256 != traces.header["model_sha256"]:
+        raise BadInput(
+            f"{traces.folder} was recorded with another model under the name {opened.name}: record it again"
+        )
+    return opened.load()
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """The policies; their costs so far (spec -> per trace (layer, kv_head)); the model for extra tokens."""
+
+    policies: list[Policy]
+    heads: dict[str, list[Tensor]]
+    lm: LoadedModel | None
+
+    def probes(self, trace: Trace, splits: list[int]) -> dict[tuple[int, str], list[Probed]]:
+        """Extra tokens of every layer by (split, policy); policies with equal ones share a pass."""
+        found: dict[tuple[int, str], list[Probed]] = {}
+        for i, n in enumerate(splits):
+            read: list[tuple[Tensor, list[Probed]]] = []
+            for policy in self.policies:
+                tokens = policy.probe
+                if self.lm is None or tokens is None or Need.PROBE not in policy.needs:
+                    continue
+                same = next((one for known, one in read if torch.equal(known, tokens)), None)
+                if same is None:
+                    read.append((tokens, same := probe_trace(self.lm, trace, n, policy)))
+                found[i, spec_of(policy)] = same
+        return found
 
 
 def _splits(config: ErrorConfig, trace: Trace) -> list[int]:
@@ -109,12 +149,12 @@ def _rows(
     config: ErrorConfig,
     traces: TraceSet,
     trace: Trace,
-    policies: list[Policy],
-    heads: dict[str, list[Tensor]],
+    measured: _Measured,
 ) -> list[dict[str, Any]]:
     """All rows of one trace: splits of one trace are not independent, so a row has their mean."""
     splits = _splits(config, trace)
     asked = parse_pins(config.pins)
+    policies, probes = measured.policies, measured.probes(trace, splits)
     orders: dict[tuple[int, str], list[Tensor]] = {}
     utility: list[list[Tensor]] = [[] for _ in splits]
     for layer in range(traces.layers):
@@ -125,7 +165,10 @@ def _rows(
             seen = _observation(config, traces, trace, layer, (q[:, :n], k[:, :n], v[:, :n]), found[i])
             for policy in policies:
                 pins = policy.pins if asked is None else asked
-                order = rank(validated_score(policy, seen), seen.positions, pins, n)[0]
+                shown = seen
+                if probed := probes.get((i, spec_of(policy))):
+                    shown = replace(seen, _probe=probed[layer], _queries=q[None, :, :0], _shared={})
+                order = rank(validated_score(policy, shown), seen.positions, pins, n)[0]
                 orders.setdefault((i, spec_of(policy)), []).append(order)
     stacked = [torch.stack(layers) for layers in utility]  # per split (layer, kv_head, n)
     rows = []
@@ -133,7 +176,7 @@ def _rows(
         spec = spec_of(policy)
         ranked = [torch.stack(orders[i, spec]) for i in range(len(splits))]
         costs = torch.stack([eviction_cost(o, u) for o, u in zip(ranked, stacked, strict=True)]).mean(0)
-        heads.setdefault(spec, []).append(costs)
+        measured.heads.setdefault(spec, []).append(costs)
         pins = policy.pins if asked is None else asked
         for budget in config.budgets:
             missed = [missed_mass(keep(o, budget), u).mean() for o, u in zip(ranked, stacked, strict=True)]

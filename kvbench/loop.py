@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ from .attention import Layer, Observer, Pass
 from .cache import Cache, Kept
 from .errors import PluginError, UnsupportedModel
 from .models import LoadedModel
-from .observe import Observation
+from .observe import Observation, Probed
 from .policy import Need, Pins, Policy
+from .probe import probe_tokens, rank_probed
 from .rank import keep, rank
 from .score import validated_score
 
@@ -72,7 +73,8 @@ class Ranking:
 
     wanted: per row, the rankers to apply. key: of random draws. future: u per layer position, if known.
     orders: (row, ranker) -> per full layer (kv_head, slot). failed: same -> what the policy did wrong.
-    seconds: ranker -> time spent in its score and sort.
+    seconds: ranker -> time spent in its score and sort, and in reading its extra tokens. probed: how many
+    extra tokens the pass reads; they stand last, do not compete, and `new` tokens were read before them.
     """
 
     lm: LoadedModel
@@ -84,6 +86,8 @@ class Ranking:
     failed: dict[tuple[int, Ranker], str] = field(default_factory=dict)
     seconds: dict[Ranker, float] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    probed: int = 0
+    new: int = 0
     _finished: dict[tuple[int, Ranker], Tensor] = field(default_factory=dict)
 
     def __call__(self, layer: Layer) -> None:
@@ -96,7 +100,9 @@ class Ranking:
 
     def observation(self, layer: Layer, offset: int) -> Observation:
         """What policies see of one full-attention layer in the bucket's row at `offset`."""
-        keys, values, positions = layer.bucket.view(layer.index)
+        stored = layer.bucket.view(layer.index)
+        slots = stored[0].shape[2] - self.probed
+        keys, values, positions = (tensor[:, :, :slots] for tensor in stored)
         hidden = self.hidden.get(layer.index)
         one = slice(offset, offset + 1)
         row = layer.bucket.rows[offset]
@@ -107,14 +113,15 @@ class Ranking:
             keys=keys[one],
             values=values[one],
             positions=positions[one],
-            new=layer.queries.shape[2],
+            new=self.new if self.probed else layer.queries.shape[2],
             seen=self.seen,
             scaling=layer.scaling,
             module=layer.module,
             key=self.key,
-            _queries=layer.queries[one],
+            _queries=layer.queries[one, :, self.probed :],
             _hidden=None if hidden is None else hidden[row : row + 1],
             _future=None if self.future is None else _constant(self.future[layer.index]),
+            _probe=Probed(layer.queries[one], stored[0][one, :, slots:]) if self.probed else None,
         )
 
     def _rank(self, row: int, ranker: Ranker, seen: Observation) -> None:
@@ -131,6 +138,11 @@ class Ranking:
         spent = time.perf_counter() - started
         self.seconds[ranker] = self.seconds.get(ranker, 0.0) + spent
 
+    def without_probes(self) -> Ranking:
+        """The same ranking, results included, for the rankers that read no extra tokens."""
+        wanted = [[one for one in row if Need.PROBE not in one.policy.needs] for row in self.wanted]
+        return replace(self, wanted=wanted)
+
     def order(self, row: int, ranker: Ranker) -> Tensor:
         """The finished ranking of a row: (full_layer, kv_head, slot), on the model's first device.
 
@@ -146,14 +158,33 @@ def _constant(value: Tensor) -> Any:
     return lambda: value
 
 
-def read_and_rank(lm: LoadedModel, cache: Cache, ids: Tensor, start: int, ranking: Ranking) -> None:
-    """Read one chunk and rank every row, layer by layer, while its queries exist."""
+def read_and_rank(
+    lm: LoadedModel, cache: Cache, ids: Tensor, start: int, ranking: Ranking, observer: Observer | None = None
+) -> float:
+    """Read one chunk and rank every row, layer by layer, while its queries exist.
+
+    Policies with extra tokens are ranked afterwards, when those are read. observer: also looks at the
+    layers of the chunk. Returns the seconds of the reading alone.
+    """
     needs_hidden = any(
         Need.HIDDEN_STATES in ranker.policy.needs for row in ranking.wanted for ranker in row
     )  # fmt: skip
     recording = _recorded_hidden(lm.model, ranking.hidden) if needs_hidden else nullcontext()
     with recording:
-        read(lm, cache, ids, start, observer=ranking)
+        started, scoring = time.perf_counter(), sum(ranking.seconds.values())
+        read(lm, cache, ids, start, observer=_both(ranking.without_probes(), observer))
+        seconds = time.perf_counter() - started - (sum(ranking.seconds.values()) - scoring)
+    rank_probed(lm, cache, ids.shape[0], ranking)
+    return seconds
+
+
+def _both(first: Observer, second: Observer | None) -> Observer:
+    def look(layer: Layer) -> None:
+        first(layer)
+        if second is not None:
+            second(layer)
+
+    return look
 
 
 def rank_stored(cache: Cache, ranking: Ranking, modules: dict[int, tuple[Any, float]]) -> None:
@@ -256,6 +287,7 @@ def compress_in_chunks(
     """
     cache = Cache.empty(lm.geometry.layers, min(chunk, ids.shape[0]) + room)
     done = Compressed(cache, dict.fromkeys(targets, 0), {}, {}, dict.fromkeys(targets, 0))
+    extra = {target: probe_tokens(target.ranker.policy) for target in targets}
     for start in range(0, ids.shape[0], chunk):
         piece = ids[start : start + chunk]
         alive = list(done.row_of)
@@ -274,9 +306,11 @@ def compress_in_chunks(
             break
         for target in alive:
             held = done.cache.locate(done.row_of[target])[0].filled[lm.geometry.full_layers[0]]
-            done.peak[target] = max(done.peak[target], held)
+            done.peak[target] = max(done.peak[target], held + extra[target])
         last = start + chunk >= ids.shape[0]
         rows = [done.row_of[target] for target in alive]
-        done.cache, rows = evict(lm, done.cache, alive, rows, ranking, room if last else chunk)
+        done.cache, rows = evict(
+            lm, done.cache, alive, rows, ranking, room if last else chunk + max(extra.values())
+        )
         done.row_of = dict(zip(alive, rows, strict=True))
     return done

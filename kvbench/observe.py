@@ -104,6 +104,15 @@ class _Undeclared:
 UNDECLARED = {need: _Undeclared(need) for need in (Need.KEYS, Need.VALUES)}
 
 
+@dataclass(frozen=True)
+class Probed:
+    """A policy's n extra tokens in one layer, after RoPE: queries (batch, query_head, n, dim), keys
+    (batch, kv_head, n, dim)."""
+
+    queries: Tensor
+    keys: Tensor
+
+
 @dataclass
 class Observation:
     """One layer as a policy sees it. Slots are in ascending original position.
@@ -129,6 +138,7 @@ class Observation:
     _queries: Tensor
     _hidden: Tensor | None = None
     _future: Callable[[], Tensor] | None = None
+    _probe: Probed | None = None
     full_index: int = 0
     needs: frozenset[Need] = frozenset(Need)
     _shared: dict[Any, Any] = field(default_factory=dict)
@@ -201,6 +211,23 @@ class Observation:
         future = self._future()  # (1, kv_head, context position)
         return future.expand(self.positions.shape[0], -1, -1).gather(2, self.positions)
 
+    @property
+    def probe_attention(self) -> Tensor:
+        """Attention of the policy's extra tokens to every slot: (batch, query_head, n, slot) float32.
+
+        The softmax runs over the slots and, causally, over the extra tokens. Only the slots' columns
+        are shown, so rows sum to less than 1.
+        """
+        self._require(Need.PROBE)
+        if self._probe is None:
+            raise PluginError("no extra tokens were read in this layer")
+        return self._once("probe", self._probed)
+
+    def _probed(self) -> Tensor:
+        assert self._probe is not None
+        keys = torch.cat([self._all_keys, self._probe.keys], 2)
+        return attention_rows(self._probe.queries, keys, self.scaling, self.slots)[..., : self.slots]
+
     def uniform(self) -> Tensor:
         """One persistent uniform draw per token, KV head and layer: (batch, kv_head, slot) float32."""
         self._require(Need.RANDOM)
@@ -215,7 +242,9 @@ class Observation:
         if need not in self.needs:
             raise PluginError(f"{need} was read but not declared in `needs`")
         if need is Need.WINDOW_QUERIES and self._queries.shape[2] == 0:
-            raise PluginError("after the prefill, where the future is known, its queries are gone")
+            raise PluginError(
+                "the queries of the chunk are gone once its future is known or extra tokens are read"
+            )
 
     def _once(self, name: Any, compute: Callable[[], Tensor]) -> Tensor:
         if name not in self._shared:

@@ -30,11 +30,12 @@ class Need(Enum):
     HIDDEN_STATES = "hidden states"
     RANDOM = "random numbers"
     FUTURE = "future attention"
+    PROBE = "attention of extra tokens"
 
     @property
     def is_attention(self) -> bool:
         """True for signals that need queries: such policies are drawn dashed."""
-        return self in (Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.FUTURE)
+        return self in (Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.FUTURE, Need.PROBE)
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,16 @@ class Policy(ABC):
     @property
     def trained_for(self) -> TrainedFor | None:
         """The model that learned weights fit, or None when the policy fits every model."""
+        return None
+
+    @property
+    def probe(self) -> Tensor | None:
+        """Extra tokens of a policy that declares PROBE: their input embeddings (n, d_model), floating point.
+
+        The engine reads them after the context, shows their attention, and forgets them: they leave
+        nothing in the cache, and no later position counts them. Beside PROBE, such a policy may only
+        look at keys, values and random numbers.
+        """
         return None
 
     @property

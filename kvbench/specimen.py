@@ -11,11 +11,12 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from .observe import Observation, draw_key
+from .observe import Observation, Probed, draw_key
 from .policy import TrainedFor
 
+PROBED = 3  # extra tokens of a layer
 DIM = 16  # head size, where the policy fits every model
-PARTS = ("keys", "values", "queries", "hidden", "future", "key")  # what `observe` can replace
+PARTS = ("keys", "values", "queries", "hidden", "future", "probe", "key")  # what `observe` can replace
 KINDS: dict[str, str] = {
     "plain": "one chunk from position 0",
     "gaps": "kept slots with gaps, then a chunk",
@@ -79,6 +80,10 @@ class Specimen:
             _queries=draw("queries", heads, self.new, self.dim).to(self.dtype),
             _hidden=draw("hidden", self.new, heads * self.dim).to(self.dtype),
             _future=lambda: future,
+            _probe=Probed(
+                draw("probe", heads, PROBED, self.dim).to(self.dtype),
+                draw("probe", self.kv_heads, PROBED, self.dim).to(self.dtype),
+            ),
         )
 
     def _positions(self, row: int, kept: int) -> Tensor:

@@ -116,10 +116,12 @@ class Forward:
 
 @contextmanager
 def watched(model: Any) -> Iterator[list[Forward]]:
-    """What the model receives and gives, forward by forward."""
+    """What the model receives and gives, forward by forward; extra tokens of policies have no ids."""
     seen: list[Forward] = []
 
     def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if kwargs.get("input_ids") is None:
+            return
         rows = kwargs["input_ids"].shape[0]
         positions = kwargs["position_ids"].expand(rows, -1)
         seen.append(Forward(kwargs["input_ids"].clone(), positions.clone(), output.last_hidden_state.clone()))

@@ -1,0 +1,270 @@
+"""Extra tokens of a policy: what they see, and that nothing of them is left."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvbench.evaluate as engine
+from kvbench.cache import Cache
+from kvbench.check import check_policy
+from kvbench.config import Cell
+from kvbench.errors import PluginError
+from kvbench.evaluate import Failure, evaluate
+from kvbench.loop import Ranker, Ranking, read, read_and_rank
+from kvbench.observe import Observation
+from kvbench.policy import Need, Pins, Policy, param
+from kvbench.registry import POLICIES, register
+from tests.laws.lab import (
+    BUDGETS,
+    CHUNK,
+    KEY,
+    N,
+    cells_of,
+    held,
+    loaded,
+    measured,
+    plain,
+    prompt_of,
+    same_positions,
+    sample_of,
+    try_out,
+    words,
+)
+from tests.laws.test_chunks import assert_same
+from tests.tiny import ARCHS, HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS
+
+WIDTH = QUERY_HEADS * HEAD_DIM
+COUNT = 3
+
+
+def drawn(seed: int, width: int = WIDTH) -> Tensor:
+    return torch.randn(COUNT, width, generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Peek(Policy):
+    """Ranks by the mean attention of random extra tokens."""
+
+    needs = frozenset({Need.PROBE})
+    seed: int = param(0, "none")
+    width: int = param(WIDTH, "none")
+    power: float = param(1.0, "none")  # another policy with the same extra tokens
+
+    @property
+    def probe(self) -> Tensor:
+        return drawn(self.seed, self.width)
+
+    def score(self, seen: Observation) -> Tensor:
+        return seen.by_group(seen.probe_attention.mean(2)).mean(2) ** self.power
+
+
+@pytest.fixture(autouse=True)
+def peek() -> Iterator[None]:
+    with (
+        patch.object(POLICIES, "_places", dict(POLICIES._found())),
+        patch.object(POLICIES, "_classes", dict(POLICIES._classes)),
+    ):
+        register("peek", source="tests")(Peek)
+        yield
+
+
+@contextmanager
+def embedded_forwards(model: Any) -> Iterator[list[tuple[int, int]]]:
+    """(rows, first position) of every forward of embeddings."""
+    found: list[tuple[int, int]] = []
+
+    def hook(module: Any, args: Any, kwargs: Any) -> None:
+        if kwargs.get("inputs_embeds") is not None and kwargs.get("input_ids") is None:
+            found.append((len(kwargs["inputs_embeds"]), int(kwargs["position_ids"][0, 0])))
+
+    handle = model.model.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
+@torch.inference_mode()
+def prefilled(arch: str, rankers: list[Ranker], capacity: int = N + 8) -> tuple[Cache, Ranking]:
+    lm = loaded(arch)
+    cache = Cache.empty(LAYERS, capacity)
+    ranking = Ranking(lm, [rankers], KEY, N)
+    read_and_rank(lm, cache, torch.tensor(words(N, 0)), 0, ranking)
+    return cache, ranking
+
+
+def ranker(**changes: Any) -> Ranker:
+    return Ranker(Peek(**changes), Pins())
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+def test_their_attention_is_the_plain_models(arch: str) -> None:
+    """One sequence of context and extra tokens in a plain model, its attention cut to the context."""
+    shown: dict[int, Observation] = {}
+
+    def spy(policy: Policy, seen: Observation) -> Tensor:
+        shown[seen.layer] = seen
+        return seen.positions.float()
+
+    with patch("kvbench.loop.validated_score", spy):
+        prefilled(arch, [ranker()])
+    assert list(shown) == list(loaded(arch).geometry.full_layers)
+    model = plain(arch)
+    model.set_attn_implementation("eager")
+    try:
+        with torch.inference_mode():
+            context = model.get_input_embeddings()(torch.tensor([words(N, 0)]))
+            whole = torch.cat([context, drawn(0)[None]], 1)
+            wanted = model(inputs_embeds=whole, output_attentions=True, use_cache=False).attentions
+    finally:
+        model.set_attn_implementation("sdpa")
+    for layer, seen in shown.items():
+        assert seen.keys.shape == (1, KV_HEADS, N, HEAD_DIM)
+        assert seen.positions[0].tolist() == [list(range(N))] * KV_HEADS
+        assert (seen.new, seen.seen) == (N, N)
+        assert torch.allclose(seen.probe_attention, wanted[layer][:, :, N:, :N], atol=1e-5)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("capacity", [N, N + 8])
+def test_the_cache_is_bit_for_bit_as_without_them(arch: str, capacity: int) -> None:
+    cache, ranking = prefilled(arch, [ranker()], capacity)
+    never, _ = prefilled(arch, [])
+    assert ranking.order(0, ranker()).shape[-1] == N
+    ids = torch.tensor(words(3, 9))
+    with torch.inference_mode():
+        for step in range(2):  # before and after more tokens are read
+            for layer in range(LAYERS):
+                for one, other in zip(
+                    cache.buckets[0].view(layer), never.buckets[0].view(layer), strict=True
+                ):
+                    assert torch.equal(one, other)
+            logits = [read(loaded(arch), which, ids, N + 3 * step) for which in (cache, never)]
+            assert torch.equal(*logits)
+    assert held(cache, 0)[0][0].tolist() == list(range(N + 6))
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "chunked"])
+def test_other_policies_do_not_notice(schedule: str) -> None:
+    others = cells_of(("knorm", "tova", "random"), BUDGETS, schedule)
+    alone = try_out(loaded("llama"), prompt_of(), others)
+    together = try_out(loaded("llama"), prompt_of(), others | cells_of(("peek",), BUDGETS, schedule))
+    for cell in others:
+        assert same_positions(alone.kept(cell), together.kept(cell))
+        assert alone[cell].outcome.answer == together[cell].outcome.answer
+        assert alone[cell].outcome.nll == pytest.approx(together[cell].outcome.nll, abs=1e-5)
+    ids, positions = together.forwards[-1].ids, together.forwards[-1].positions
+    assert ids.shape == positions.shape
+    assert positions[:, -1].tolist() == alone.forwards[-1].positions[:1, -1].tolist() * len(positions)
+
+
+def test_equal_tokens_are_read_once() -> None:
+    specs = ("peek", "peek:power=2", "peek:seed=1", "knorm")
+    lm = loaded("llama")
+    with embedded_forwards(lm.model) as found:
+        done = try_out(lm, prompt_of(), cells_of(specs, BUDGETS))
+    assert found == [(1, N), (1, N)]
+    rankers = set(done.cells.values())
+    times = {one.policy: done[cell].times["score_s"] for cell, one in done.cells.items()}
+    assert len(rankers) == len(times) == 4
+    assert all(seconds > 0 for seconds in times.values())
+    one, squared, other = ([c for c in done.cells if c.policy == spec] for spec in specs[:3])
+    for a, b, c in zip(one, squared, other, strict=True):  # squares keep the order, other tokens do not
+        assert same_positions(done.kept(a), done.kept(b))
+        assert not same_positions(done.kept(a), done.kept(c))
+
+
+def test_chunks_read_them_again_after_kept_and_new_tokens() -> None:
+    lm = loaded("llama")
+    cells = cells_of(("peek", "knorm"), BUDGETS, "chunked")
+    with embedded_forwards(lm.model) as found:
+        done = try_out(lm, prompt_of(), cells)
+    assert [start for _, start in found] == [CHUNK, 2 * CHUNK, N]
+    assert [rows for rows, _ in found] == [1, 2, 2]  # the rows of peek only: both budgets after chunk 1
+    for cell, one in cells.items():
+        extra = COUNT if one.policy.needs == Peek.needs else 0
+        assert done[cell].peak == {8: 8 + CHUNK, 33: 33 + N - 2 * CHUNK}[cell.budget or 0] + extra
+        assert done[cell].kept == cell.budget
+
+
+def test_one_chunk_is_after_prefill() -> None:
+    cells = cells_of(("peek",), BUDGETS)
+    once = try_out(loaded("llama"), prompt_of(), cells)
+    assert_same(once, try_out(loaded("llama"), prompt_of(), cells_of(("peek",), BUDGETS, "chunked", N)))
+    assert all(once[cell].peak == N + COUNT for cell in cells)
+
+
+@pytest.mark.parametrize("schedule", ["prefill", "chunked"])
+@pytest.mark.parametrize(
+    ("changes", "words"), [({"width": 5}, "(3, 5)"), ({"power": float("nan")}, "NaN")], ids=["width", "nan"]
+)
+def test_a_failing_one_is_named_and_alone(schedule: str, changes: dict[str, Any], words: str) -> None:
+    size = CHUNK if schedule == "chunked" else None
+    bad = Cell("bad", (), 8, Pins(), schedule, size)
+    cells = {**cells_of(("peek", "knorm"), (8,), schedule), bad: ranker(**changes)}
+    done = evaluate(loaded("llama"), sample_of(prompt_of()), prompt_of(), cells, KEY).cells
+    failure = done.pop(bad)
+    assert isinstance(failure, Failure)
+    assert "'peek'" in failure.reason
+    assert words in failure.reason
+    assert {measured(one).kept for one in done.values()} == {8}
+
+
+def test_too_long_for_the_model() -> None:
+    lm = loaded("llama")
+    short = engine.LoadedModel(**{**vars(lm), "geometry": _shorter(lm.geometry, N + COUNT - 1)})
+    done = evaluate(short, sample_of(prompt_of()), prompt_of(), cells_of(("peek",), (8,)), KEY)
+    failure = next(iter(done.cells.values()))
+    assert isinstance(failure, Failure)
+    assert f"{N} tokens and its {COUNT} extra ones" in failure.reason
+
+
+def _shorter(geometry: Any, length: int) -> Any:
+    return type(geometry)(**{**vars(geometry), "max_length": length})
+
+
+def test_queries_of_the_chunk_are_gone() -> None:
+    """So `kvbench check` refuses a policy that declares both."""
+
+    @dataclass(frozen=True)
+    class Both(Peek):
+        needs = frozenset({Need.PROBE, Need.WINDOW_QUERIES})
+
+        def score(self, seen: Observation) -> Tensor:
+            return seen.window_attention(1)
+
+    register("both", source="tests")(Both)
+    _, ranking = prefilled("llama", [Ranker(Both(), Pins())])
+    assert "queries of the chunk are gone" in next(iter(ranking.failed.values()))
+    refused = [finding for finding in check_policy("both") if not finding.passed]
+    assert "beside extra tokens" in refused[0].detail
+
+
+def test_check() -> None:
+    assert [finding for finding in check_policy("peek") if not finding.passed] == []
+
+    @dataclass(frozen=True)
+    class Silent(Policy):
+        def score(self, seen: Observation) -> Tensor:
+            return seen.probe_attention.mean((1, 2))[:, None].expand(-1, seen.kv_heads, -1).contiguous()
+
+    register("silent", source="tests")(Silent)
+    details = {finding.law: finding.detail for finding in check_policy("silent") if not finding.passed}
+    assert details["reads only the signals in `needs`"].endswith("PROBE was read but not declared in `needs`")
+
+
+def test_no_extra_tokens_in_the_late_pass() -> None:
+    seen = Observation(
+        0, 1, *(torch.zeros(1, 1, 2, 2),) * 2, torch.arange(2).view(1, 1, 2), 2, 2, 1.0, None, 0,
+        _queries=torch.zeros(1, 1, 2, 2),
+    )  # fmt: skip
+    with pytest.raises(PluginError, match="no extra tokens"):
+        _ = seen.probe_attention
