@@ -56,8 +56,8 @@ def rank_probed(lm: LoadedModel, cache: Cache, new: int, ranking: Ranking) -> No
         mark = part.mark()
         read_embedded(lm, part, asked.tokens, ranking.seen, own)
         part.rewind(mark)
-        for found, known in ((own.orders, ranking.orders), (own.failed, ranking.failed)):
-            known.update({(rows[row], ranker): value for (row, ranker), value in found.items()})  # type: ignore[attr-defined]
+        ranking.orders |= {(rows[row], ranker): order for (row, ranker), order in own.orders.items()}
+        ranking.failed |= {(rows[row], ranker): reason for (row, ranker), reason in own.failed.items()}
         seconds = time.perf_counter() - started - (sum(ranking.seconds.values()) - scoring)
         for ranker in dict.fromkeys(ranker for row in wanted for ranker in row):
             ranking.seconds[ranker] = ranking.seconds.get(ranker, 0.0) + seconds

@@ -162,12 +162,14 @@ def test_one_part_of_a_specimen_changes_alone(part: str) -> None:
 def _parts(seen: Observation) -> dict[str, torch.Tensor]:
     assert seen._hidden is not None
     assert seen._future is not None
+    assert seen._probe is not None
     return {
         "keys": seen.keys,
         "values": seen.values,
         "queries": seen._queries,
         "hidden": seen._hidden,
         "future": seen._future(),
+        "probe": torch.cat([seen._probe.queries, seen._probe.keys], 1),
         "key": torch.tensor(seen.key),
         "positions": seen.positions,
     }
