@@ -1,12 +1,12 @@
-"""Answering from a cache: one reading of the question, then every row scores or generates.
+"""Answering from a cache: question, reference, choices and a draft in one pass, then what rows still write.
 
-All rows read the same question and the same choices, so nothing is padded. The reference
-continuation is teacher-forced first; its likelihoods give nll and kl, and on the full cache its
-attention gives the future utility of every cached token.
+The reference continuation is teacher-forced; its likelihoods give nll and kl, and on the full cache its
+attention gives the future utility of every cached token. All rows read the same tokens, so nothing is padded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +14,16 @@ from torch import Tensor
 
 from .attention import Layer, Observer
 from .cache import Cache
-from .loop import read
+from .loop import Tokens, read_tokens
 from .models import LoadedModel
 from .observe import streamed_sums
-from .prompt import Continuation, Prompt
+from .prompt import Prompt
 from .task import Answer, Sample
+from .tree import Tree
+from .write import Known, Line, write
 
 LOGITS_LIMIT = 2**28  # bytes of float32 logits alive at once
+DRAFT = 32  # tokens of the full cache's answer, beyond the reference, that all rows read as a draft
 
 
 @dataclass(frozen=True)
@@ -41,185 +44,195 @@ class Outcome:
 class FutureAttention:
     """Observer of the full cache: u of KVP per layer, summed over the question and the reference.
 
-    utility: layer -> (1, kv_head, context) float32. modules: layer -> (module, scaling).
+    context, future: tokens of the context, and of question and reference behind it; what is read behind those
+    does not count. utility: layer -> (1, kv_head, context) float32. modules: layer -> (module, scaling).
     """
 
     context: int
+    future: int
     layers: tuple[int, ...]
     utility: dict[int, Tensor]
     modules: dict[int, tuple[object, float]]
 
     @classmethod
-    def over(cls, context: int, layers: tuple[int, ...]) -> FutureAttention:
-        return cls(context, layers, {}, {})
+    def over(cls, prompt: Prompt, layers: tuple[int, ...]) -> FutureAttention:
+        future = len(prompt.question) + len(prompt.reference.ids)
+        return cls(len(prompt.context), future, layers, {}, {})
 
     def __call__(self, layer: Layer) -> None:
         if layer.index not in self.layers:
             return
-        keys = layer.bucket.view(layer.index)[0]
-        offset = keys.shape[2] - layer.queries.shape[2]
-        u = streamed_sums(layer.queries, keys, layer.scaling, offset, "max")[:, :, : self.context]
+        keys = layer.bucket.view(layer.index)[0][:, :, : self.context + self.future]
+        offset = layer.bucket.filled[layer.index] - layer.queries.shape[2]
+        if offset >= keys.shape[2]:
+            return
+        queries = layer.queries[:, :, : keys.shape[2] - offset]
+        u = streamed_sums(queries, keys, layer.scaling, offset, "max")[:, :, : self.context]
         known = self.utility.get(layer.index)
         self.utility[layer.index] = u if known is None else known + u
         self.modules[layer.index] = (layer.module, layer.scaling)
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What every row of a cache is asked. draft: read likely answers ahead; they change no result."""
+
+    lm: LoadedModel
+    prompt: Prompt
+    sample: Sample
+    draft: bool = True
+
+
+@dataclass(frozen=True)
+class Answered:
+    """outcomes: one per row. logprobs: (token, vocabulary) of the full cache over the reference. written: the
+    tokens of row 0's answer, the one that ended it included."""
+
+    outcomes: list[Outcome]
+    logprobs: Tensor | None
+    written: list[int]
+
+
 def answer_rows(
-    lm: LoadedModel, cache: Cache, prompt: Prompt, sample: Sample,
-    full_logprobs: Tensor | None = None, observer: Observer | None = None,
-) -> tuple[list[Outcome], Tensor]:  # fmt: skip
+    asked: Asked, cache: Cache, full: Answered | None = None, observer: Observer | None = None
+) -> Answered:
     """Answer the sample from every row of a cache that holds the (compacted) context.
 
-    full_logprobs: (token, vocabulary) of the full cache over the reference, for kl.
-    Returns one outcome per row and the reference's log-probabilities (row 0's, (token, vocabulary)).
-    The cache is left as it was.
+    full: what the full cache answered, for kl and as a draft; None when this is the full cache. observer:
+    looks at the layers while question and reference are read. The cache is left as it was.
     """
     mark = cache.mark()
-    start = len(prompt.context)
-    forced = _teacher_force(lm, cache, prompt, full_logprobs, observer)
-    cache.rewind(mark, len(prompt.question))
-    position = start + len(prompt.question)
-    if prompt.choices:
-        answers = _score_choices(lm, cache, prompt, forced, position)
-    else:
-        answers = _generate(lm, cache, sample, forced.first, position)
+    plan = _Plan.of(asked, full, whole=observer is not None)
+    found = _read(asked, cache, plan, full, observer)
     cache.rewind(mark)
-    kl = [None] * cache.rows if forced.kl is None else forced.kl.tolist()
-    scored = prompt.reference.scored
-    outcomes = [
-        Outcome(answer, nll, scored, divergence)
-        for answer, nll, divergence in zip(answers, forced.nll.tolist(), kl, strict=True)
-    ]
-    return outcomes, forced.row0
+    lines: list[Line] = []
+    if not asked.prompt.choices:
+        known = Known(plan.tree, len(asked.prompt.context), found.predicted)
+        lines = write(asked.lm, cache, asked.sample, known, asked.draft)
+        cache.rewind(mark)
+    outcomes = _outcomes(asked, plan, found, lines)
+    return Answered(outcomes, found.logprobs, lines[0].tokens if lines else [])
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is read behind the context, and which of its predictions count.
+
+    scored: reference, then choices; per continuation its (node, the token it should predict). last: nodes
+    from here on predict nothing but a draft.
+    """
+
+    tree: Tree
+    scored: list[list[tuple[int, int]]]
+    last: int
+
+    @classmethod
+    def of(cls, asked: Asked, full: Answered | None, whole: bool) -> _Plan:
+        """whole: read the last token of the reference, too, which predicts nothing but has attention."""
+        tree = Tree.of(asked.prompt.question)
+        scored: list[list[tuple[int, int]]] = []
+        for part in (asked.prompt.reference, *asked.prompt.choices):
+            nodes = tree.add(part.ids if whole and not scored else part.ids[:-1])
+            scored.append(list(zip(nodes, part.ids, strict=False)))
+        last = len(tree)
+        if asked.draft and full is not None and full.written:
+            shared = _shared(full.written, asked.prompt.reference.ids)
+            tree.add(full.written[: shared + DRAFT][:-1])
+        return cls(tree, scored, last)
+
+
+def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(left, right, strict=False))
+    return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 @dataclass
-class _Forced:
-    """Teacher forcing of the reference: first (row, vocabulary) logits after the question; token
-    log-likelihoods and greedy hits (row, token); nll and kl (row,); row 0's log-probabilities."""
+class _Found:
+    """Predictions of every row.
 
-    first: Tensor
-    tokens: Tensor
-    greedy: Tensor
-    nll: Tensor
-    kl: Tensor | None
-    row0: Tensor
+    tokens: per continuation (row, token) log-likelihoods. divergence: (row, token) KL from the full cache
+    over the reference. logprobs: row 0's over the reference, of the full cache only. predicted: per row the
+    likeliest token after each node from the root on.
+    """
+
+    tokens: list[Tensor]
+    divergence: Tensor | None
+    logprobs: Tensor | None
+    predicted: list[list[int]]
 
 
-def _teacher_force(
-    lm: LoadedModel, cache: Cache, prompt: Prompt, full_logprobs: Tensor | None, observer: Observer | None
-) -> _Forced:
-    """Read question and reference in blocks, keeping only what the metrics need."""
-    reference = torch.tensor(prompt.reference.ids, device=lm.device)
-    ids = torch.tensor([*prompt.question, *prompt.reference.ids], device=lm.device)
-    lead = len(prompt.question) - 1  # logits from this token on predict the reference
+def _read(
+    asked: Asked, cache: Cache, plan: _Plan, full: Answered | None, observer: Observer | None
+) -> _Found:
+    """Read the tree in blocks, keeping only what the metrics need."""
+    lm, tree, context = asked.lm, plan.tree, len(asked.prompt.context)
+    ids = torch.tensor(tree.ids, device=lm.device)
+    positions = torch.tensor(tree.depth, device=lm.device) + context
+    pairs = [pair for part in plan.scored for pair in part]
+    tokens = torch.empty(cache.rows, len(pairs), device=lm.device)
+    reference = len(plan.scored[0])
     block = max(1, LOGITS_LIMIT // (4 * cache.rows * lm.model.config.vocab_size))
-    first: Tensor | None = None
-    tokens: list[Tensor] = []
-    greedy: list[Tensor] = []
-    kl: list[Tensor] = []
-    row0: list[Tensor] = []
-    # The last reference token predicts nothing, but on the full cache its attention is observed.
-    stop = len(ids) if observer is not None else len(ids) - 1
+    predicted, kl, row0 = [], [], []
     begin = 0
-    while begin < stop:
-        end = min(stop, max(begin + block, lead + 1) if begin == 0 else begin + block)
-        wanted = end - max(begin, lead)
-        logits = read(
-            lm, cache, ids[begin:end], len(prompt.context) + begin, keep_logits=wanted, observer=observer
-        )  # fmt: skip
-        logits = logits[:, : min(end, len(ids) - 1) - max(begin, lead)].float()
-        if first is None:
-            first = logits[:, 0].clone()
-        done = sum(part.shape[1] for part in tokens)
-        target = reference[done : done + logits.shape[1]]
-        logprobs = logits.log_softmax(-1)
-        tokens.append(logprobs.gather(2, target.expand(cache.rows, -1)[..., None])[..., 0])
-        greedy.append(logprobs.argmax(-1) == target)
-        if full_logprobs is not None:
-            full = full_logprobs[done : done + logits.shape[1]]
-            kl.append((full.exp() * (full - logprobs)).sum(-1))
-        else:
-            row0.append(logprobs[0])
+    while begin < len(tree):
+        first = max(begin, tree.root)  # earlier tokens of the question predict nothing that counts
+        end = min(len(tree), first + block)
+        wanted = torch.arange(first - begin, end - begin, device=lm.device)
+        new = Tokens(positions[begin:end], tree.visible(begin, end), wanted)
+        logits = read_tokens(lm, cache, ids[begin:end], new, observer).float()
+        predicted.append(logits.argmax(-1))
+        if first < plan.last:
+            logprobs = logits[:, : plan.last - first].log_softmax(-1)
+            here = [(i, node - first, token) for i, (node, token) in enumerate(pairs) if first <= node < end]
+            place, node, target = torch.tensor(here, dtype=torch.int64, device=lm.device).view(-1, 3).T
+            tokens[:, place] = logprobs[:, node, target]
+            span = slice(first - tree.root, min(end - tree.root, reference))  # the reference comes first
+            if full is None:
+                row0.append(logprobs[0, : max(0, span.stop - span.start)])
+            else:
+                assert full.logprobs is not None
+                kl.append(_divergence(full.logprobs[span], logprobs))
         begin = end
-    assert first is not None
-    scored = torch.cat(tokens, 1)[:, -prompt.reference.scored :]
-    return _Forced(
-        first=first,
-        tokens=torch.cat(tokens, 1),
-        greedy=torch.cat(greedy, 1),
-        nll=-scored.mean(1),
-        kl=torch.cat(kl, 1)[:, -prompt.reference.scored :].mean(1).clamp(min=0) if kl else None,
-        row0=torch.cat(row0) if row0 else first.new_empty(0),
+    return _Found(
+        tokens=list(tokens.split([len(part) for part in plan.scored], 1)),
+        divergence=torch.cat(kl, 1) if kl else None,
+        logprobs=torch.cat(row0) if row0 else None,
+        predicted=torch.cat(predicted, 1).tolist(),
     )
 
 
-def _score_choices(
-    lm: LoadedModel, cache: Cache, prompt: Prompt, forced: _Forced, position: int
-) -> list[Answer]:  # fmt: skip
-    """Log-likelihood of every choice, from the cache right after the question."""
-    after_question = cache.mark()
-    likelihoods, greedy = [], []
-    for choice in prompt.choices:
-        if choice.ids == prompt.reference.ids:
-            tokens, hits = forced.tokens, forced.greedy
+def _divergence(full: Tensor, logprobs: Tensor) -> Tensor:
+    """KL from the full cache: (token, vocabulary), (row, token or more, vocabulary) -> (row, token)."""
+    return (full - logprobs[:, : full.shape[0]]).mul_(full.exp()).sum(-1)
+
+
+def _outcomes(asked: Asked, plan: _Plan, found: _Found, lines: list[Line]) -> list[Outcome]:
+    """One outcome per row; what the host must know of the numbers is read at once."""
+    prompt, scored = asked.prompt, asked.prompt.reference.scored
+    sums = [
+        part[:, -choice.scored :].sum(1)
+        for part, choice in zip(found.tokens[1:], prompt.choices, strict=True)
+    ]
+    nll = -found.tokens[0][:, -scored:].mean(1)
+    kl = nll if found.divergence is None else found.divergence[:, -scored:].mean(1).clamp(min=0)
+    outcomes = []
+    for row, (loss, divergence, *likelihoods) in enumerate(torch.stack([nll, kl, *sums], 1).tolist()):
+        if prompt.choices:
+            answer = Answer(
+                loglikelihoods=tuple(likelihoods), greedy=_greedy(plan, prompt, found.predicted[row])
+            )
         else:
-            tokens, hits = _continue(lm, cache, choice, forced.first, position)
-            cache.rewind(after_question)
-        likelihoods.append(tokens[:, -choice.scored :].sum(1))
-        greedy.append(hits[:, -choice.scored :].all(1))
-    columns = zip(torch.stack(likelihoods, 1).tolist(), torch.stack(greedy, 1).tolist(), strict=True)
-    return [Answer(loglikelihoods=tuple(values), greedy=tuple(hits)) for values, hits in columns]
+            answer = Answer(text=lines[row].text(asked.lm, asked.sample))
+        known = found.divergence is not None
+        outcomes.append(Outcome(answer, loss, scored, divergence if known else None))
+    return outcomes
 
 
-def _continue(
-    lm: LoadedModel, cache: Cache, choice: Continuation, first: Tensor, position: int
-) -> tuple[Tensor, Tensor]:
-    """Token log-likelihoods and greedy hits (row, token) of one choice."""
-    ids = torch.tensor(choice.ids, device=lm.device)
-    logits = first[:, None]
-    if len(ids) > 1:
-        rest = read(lm, cache, ids[:-1], position, keep_logits=len(ids) - 1)
-        logits = torch.cat([logits, rest.float()], 1)
-    logprobs = logits.log_softmax(-1)
-    tokens = logprobs.gather(2, ids.expand(cache.rows, -1)[..., None])[..., 0]
-    return tokens, logprobs.argmax(-1) == ids
-
-
-def _generate(
-    lm: LoadedModel, cache: Cache, sample: Sample, first: Tensor, position: int
-) -> list[Answer]:  # fmt: skip
-    """Greedy decoding of all rows in lockstep; rows that ended leave the batch once half have."""
-    texts = [""] * cache.rows
-    alive = list(range(cache.rows))  # original row of each batch row
-    produced: list[list[int]] = [[] for _ in range(cache.rows)]
-    finished = [False] * cache.rows
-    logits = first
-    for step in range(sample.max_new_tokens):
-        token = logits.argmax(-1)  # (row,)
-        for i, value in enumerate(token.tolist()):
-            row = alive[i]
-            if finished[row]:
-                continue
-            if value in lm.eos_ids:
-                finished[row] = True
-                continue
-            produced[row].append(value)
-            texts[row] = lm.tokenizer.decode(produced[row], skip_special_tokens=True)
-            finished[row] = any(stop in texts[row] for stop in sample.stop)
-        going = [i for i, row in enumerate(alive) if not finished[row]]
-        if not going or step + 1 == sample.max_new_tokens:
-            break
-        if len(going) <= len(alive) // 2:
-            cache = cache.take_rows(going)
-            token = token[torch.tensor(going, device=token.device)]
-            alive = [alive[i] for i in going]
-        logits = read(lm, cache, token[:, None], position + step)[:, -1].float()
-    return [Answer(text=_cut(text, sample.stop)) for text in texts]
-
-
-def _cut(text: str, stops: tuple[str, ...]) -> str:
-    """The text before the first stop string."""
-    for stop in stops:
-        text = text.split(stop, 1)[0]
-    return text
+def _greedy(plan: _Plan, prompt: Prompt, predicted: list[int]) -> tuple[bool, ...]:
+    """Whether greedy decoding would write each choice."""
+    parts = zip(plan.scored[1:], prompt.choices, strict=True)
+    return tuple(
+        all(predicted[node - plan.tree.root] == token for node, token in pairs[-choice.scored :])
+        for pairs, choice in parts
+    )

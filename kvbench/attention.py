@@ -18,6 +18,7 @@ from .cache import Bucket, Cache
 from .errors import UnsupportedModel
 
 NAME = "kvbench"
+MASK_LIMIT = 2**24  # bytes; a smaller mask is kept from one layer to the next
 
 Observer = Callable[["Layer"], None]
 
@@ -38,13 +39,22 @@ class Layer:
 
 
 class Pass:
-    """One forward of new tokens against a cache; the model hands it to every attention layer."""
+    """One forward of new tokens against a cache; the model hands it to every attention layer.
 
-    def __init__(self, cache: Cache, start: int, observer: Observer | None = None) -> None:
+    positions: (new,) original positions of the new tokens. visible: (new, last) bool, which of the last
+    slots, the new ones included, each new token sees; None where it sees all that come before it. All older
+    slots are visible.
+    """
+
+    def __init__(
+        self, cache: Cache, positions: Tensor, visible: Tensor | None = None, observer: Observer | None = None
+    ) -> None:
         self.cache = cache
-        self.start = start
+        self.positions = positions
+        self.visible = visible
         self.observer = observer
         self.layers_seen = 0
+        self._masks: dict[Any, Tensor] = {}
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
@@ -55,48 +65,69 @@ class Pass:
         outputs = []
         for bucket in self.cache.buckets:
             rows = slice(bucket.rows.start, bucket.rows.stop)
-            old = bucket.append(index, key[rows], value[rows], self.start)
-            outputs.append(_attend_bucket(query[rows], bucket, index, old, scaling, window))
+            old = bucket.append(index, key[rows], value[rows], self.positions)
+            outputs.append(self._attend_bucket(query[rows], bucket, index, old, scaling, window))
             if self.observer is not None:
                 self.observer(Layer(index, bucket, query[rows], scaling, module))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
+    def _attend_bucket(
+        self, query: Tensor, bucket: Bucket, layer: int, old: int, scaling: float, window: int | None
+    ) -> Tensor:
+        """Attention of the newest tokens over all slots of a bucket, exact and without repeated K/V.
 
-def _attend_bucket(
-    query: Tensor, bucket: Bucket, layer: int, old: int, scaling: float, window: int | None
-) -> Tensor:
-    """Attention of the newest tokens over all slots of a bucket, exact and without repeated K/V.
+        `old` slots were there before. The group of query heads is folded into the query axis, so K/V stay at
+        one copy per KV head.
+        """
+        keys, values, positions = bucket.view(layer)
+        batch, heads, new, dim = query.shape
+        group = heads // keys.shape[1]
+        if window is not None and window >= old + new:
+            window = None  # every slot is inside the window
+        if old == 0 and window is None and self.visible is None:
+            if group > 1:  # is_causal cannot be combined with folding; K/V are repeated for this call only
+                keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+            return scaled_dot_product_attention(query, keys, values, is_causal=new > 1, scale=scaling)
+        folded = query.reshape(batch, keys.shape[1], group * new, dim)
+        mask = (
+            self._mask(old, group, query)
+            if window is None
+            else self._window_mask(positions, new, window).repeat(1, 1, group, 1)
+        )
+        out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
+        return out.view(batch, heads, new, values.shape[-1])
 
-    Every slot that was there before (`old` of them) is visible to every new token. The group of
-    query heads is folded into the query axis, so K/V stay at one copy per KV head.
-    """
-    keys, values, positions = bucket.view(layer)
-    batch, heads, new, dim = query.shape
-    group = heads // keys.shape[1]
-    if window is not None and window >= old + new:
-        window = None  # every slot is inside the window
-    if old == 0 and window is None:
-        if group > 1:  # is_causal cannot be combined with folding; K/V are repeated for this call only
-            keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
-        return scaled_dot_product_attention(query, keys, values, is_causal=new > 1, scale=scaling)
-    folded = query.reshape(batch, keys.shape[1], group * new, dim)
-    mask = _mask(positions, old, new, window)
-    if mask is not None:
-        mask = mask.repeat(1, 1, group, 1) if mask.dim() == 4 else mask.repeat(group, 1)
-    out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
-    return out.view(batch, heads, new, values.shape[-1])
-
-
-def _mask(positions: Tensor, old: int, new: int, window: int | None) -> Tensor | None:
-    """Visible slots, (new, slot) bool, or per row (row, 1, new, slot) in sliding-window layers."""
-    device = positions.device
-    if window is None:
-        if new == 1:
+    def _mask(self, old: int, group: int, query: Tensor) -> Tensor | None:
+        """What is added to the logits of full attention: (group * new, slot), the same for all layers."""
+        new = query.shape[2]
+        if new == 1 and self.visible is None:
             return None
-        return torch.ones(new, old + new, dtype=torch.bool, device=device).tril(old)
-    slot = positions[:, :1, None, :]  # sliding layers hold the same positions in every KV head
-    query = positions[:, :1, -new:, None]
-    return (slot <= query) & (slot > query - window)
+        key = (old, group, query.device, query.dtype)
+        if key in self._masks:
+            return self._masks[key]
+        seen = self._visible(old, new, query.device).repeat(group, 1)
+        mask = torch.zeros(seen.shape, device=query.device, dtype=query.dtype)
+        mask.masked_fill_(~seen, float("-inf"))
+        if mask.nbytes < MASK_LIMIT:
+            self._masks[key] = mask
+        return mask
+
+    def _visible(self, old: int, new: int, device: torch.device) -> Tensor:
+        """(new, old + new) bool"""
+        every = torch.ones(new, old + new, dtype=torch.bool, device=device)
+        if self.visible is None:
+            return every.tril(old)
+        every[:, old + new - self.visible.shape[1] :] = self.visible.to(device, non_blocking=True)
+        return every
+
+    def _window_mask(self, positions: Tensor, new: int, window: int) -> Tensor:
+        """Visible slots of a sliding-window layer: (row, 1, new, slot) bool."""
+        slot = positions[:, :1, None, :]  # sliding layers hold the same positions in every KV head
+        query = positions[:, :1, -new:, None]
+        inside = (slot <= query) & (slot > query - window)
+        if self.visible is None:
+            return inside
+        return inside & self._visible(positions.shape[2] - new, new, positions.device)
 
 
 def attend(

@@ -6,7 +6,7 @@ a step reads exactly the pairs that are kept. Layers are independent tensors on 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,8 +48,8 @@ class Bucket:
         self.positions[layer] = torch.empty(shape, dtype=torch.int64, device=keys.device)
         self.capacity[layer] = capacity
 
-    def append(self, layer: int, keys: Tensor, values: Tensor, start: int) -> int:
-        """Write new tokens (row, kv_head, new, dim) at positions start, start + 1, ...
+    def append(self, layer: int, keys: Tensor, values: Tensor, positions: Tensor) -> int:
+        """Write new tokens (row, kv_head, new, dim) at original positions (new,).
 
         Returns how many slots were there before.
         """
@@ -59,26 +59,74 @@ class Bucket:
         if old + new > self.capacity[layer]:
             self._grow(layer, max(old + new, self.capacity[layer] * 3 // 2))
         self.filled[layer] = old + new
-        new_keys, new_values, positions = self.view(layer)
+        new_keys, new_values, new_positions = self.view(layer)
         new_keys[:, :, old:] = keys
         new_values[:, :, old:] = values
-        positions[:, :, old:] = torch.arange(start, start + new, device=keys.device)
+        new_positions[:, :, old:] = positions.to(keys.device, non_blocking=True)
         return old
 
     def _grow(self, layer: int, capacity: int) -> None:
         """Move a layer into larger tensors; the room asked for at creation makes this rare."""
-        old = self.view(layer)
+        old, length = self._whole(layer), self.capacity[layer]
         self.allocate(layer, capacity, old[0], old[1])
-        for source, target in zip(old, self.view(layer), strict=True):
-            target.copy_(source)
+        for source, target in zip(old, self._whole(layer), strict=True):
+            target[:, :, :length] = source
 
-    def view(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys, values and positions in use: (row, kv_head, slot, dim), same, (row, kv_head, slot)."""
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens behind those in use."""
+        for layer, filled in enumerate(self.filled):
+            if filled + tokens > self.capacity[layer]:
+                self._grow(layer, filled + tokens)
+
+    def move(self, paths: Sequence[Sequence[int]], to: int) -> None:
+        """Bring tokens that were read behind the end into one piece.
+
+        paths: per row the places of its tokens behind the end. They come to stand from `to` on, in order.
+        """
+        longest = max(map(len, paths))
+        inside = list(range(to, to + longest))
+        if all(list(path) == inside[: len(path)] for path in paths):
+            return
+        slots = torch.tensor([[*path, *inside[len(path) :]] for path in paths])
+        for layer, filled in enumerate(self.filled):
+            for tensor in self._whole(layer):
+                row = torch.arange(len(self.rows), device=tensor.device)[:, None]
+                taken = tensor.transpose(1, 2)[
+                    row, filled + slots.to(tensor.device)
+                ]  # (row, token, kv_head, .)
+                tensor[:, :, filled + to : filled + to + longest] = taken.transpose(1, 2)
+
+    def take(self, offsets: Sequence[int], first: int) -> Bucket:
+        """These rows, copied; the copy's first row is row `first` of its batch."""
+        return self._derived(
+            first, len(offsets), lambda tensor: tensor[torch.tensor(offsets).to(tensor.device)]
+        )
+
+    def head(self, count: int, first: int) -> Bucket:
+        """The first `count` rows, sharing this bucket's tensors, with lengths of their own."""
+        return self._derived(first, count, lambda tensor: tensor[:count])
+
+    def _derived(self, first: int, count: int, part: Callable[[Tensor], Tensor]) -> Bucket:
+        derived = Bucket(range(first, first + count), len(self.filled))
+        derived.filled, derived.capacity = list(self.filled), list(self.capacity)
+        for layer in range(len(self.filled)):
+            keys, values, positions = self._whole(layer)
+            derived.keys[layer], derived.values[layer] = part(keys), part(values)
+            derived.positions[layer] = part(positions)
+        return derived
+
+    def _whole(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and positions up to the capacity."""
         keys, values, positions = self.keys[layer], self.values[layer], self.positions[layer]
         assert keys is not None
         assert values is not None
         assert positions is not None
+        return keys, values, positions
+
+    def view(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and positions in use: (row, kv_head, slot, dim), same, (row, kv_head, slot)."""
         filled = self.filled[layer]
+        keys, values, positions = self._whole(layer)
         return keys[:, :, :filled], values[:, :, :filled], positions[:, :, :filled]
 
 
@@ -123,7 +171,7 @@ class Cache:
         kept set, its row. This cache is not touched.
         """
         sizes = [tuple(slots.shape[-1] for slots in item.slots) for item in kept]
-        order = sorted(range(len(kept)), key=lambda i: (sizes[i], self._bucket_index(kept[i].source), i))
+        order = sorted(range(len(kept)), key=lambda i: (sizes[i], self.bucket_index(kept[i].source), i))
         buckets: list[Bucket] = []
         place = [0] * len(kept)
         start = 0
@@ -136,7 +184,8 @@ class Cache:
             start = stop
         return Cache(buckets, self.layers), place
 
-    def _bucket_index(self, row: int) -> int:
+    def bucket_index(self, row: int) -> int:
+        """Which bucket holds a row."""
         return next(i for i, bucket in enumerate(self.buckets) if row in bucket.rows)
 
     def _gathered(self, rows: range, kept: list[Kept], room: int) -> Bucket:
@@ -166,21 +215,37 @@ class Cache:
         return bucket
 
     def take_rows(self, rows: Sequence[int]) -> Cache:
-        """A new cache with these rows only, in this order, which must be ascending."""
-        buckets = []
+        """A copy of these rows, in this order, with what stands behind their end.
+
+        Rows of one bucket must be neighbours, and buckets in the order that they have here.
+        """
+        buckets: list[Bucket] = []
         start = 0
         for bucket in self.buckets:
             inside = [row - bucket.rows.start for row in rows if row in bucket.rows]
-            if not inside:
-                continue
-            part = Bucket(range(start, start + len(inside)), self.layers)
-            start += len(inside)
-            part.filled = list(bucket.filled)
-            part.capacity = list(bucket.capacity)
-            for layer in range(self.layers):
-                for name in ("keys", "values", "positions"):
-                    tensor = getattr(bucket, name)[layer]
-                    index = torch.tensor(inside, device=tensor.device)
-                    getattr(part, name)[layer] = tensor.index_select(0, index)
-            buckets.append(part)
+            if inside:
+                buckets.append(bucket.take(inside, start))
+                start += len(inside)
         return Cache(buckets, self.layers)
+
+    def first_rows(self, counts: Sequence[int], tokens: int) -> Cache:
+        """The first rows of every bucket, with `tokens` tokens behind their end; the tensors are shared."""
+        buckets: list[Bucket] = []
+        start = 0
+        for bucket, count in zip(self.buckets, counts, strict=True):
+            if count:
+                part = bucket.head(count, start)
+                part.filled = [length + tokens for length in part.filled]
+                buckets.append(part)
+                start += count
+        return Cache(buckets, self.layers)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens behind the end of every row."""
+        for bucket in self.buckets:
+            bucket.reserve(tokens)
+
+    def move(self, paths: Sequence[Sequence[int]], to: int) -> None:
+        """`Bucket.move` for all rows: paths in the order of the batch."""
+        for bucket in self.buckets:
+            bucket.move(paths[bucket.rows.start : bucket.rows.stop], to)

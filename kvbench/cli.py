@@ -100,6 +100,9 @@ def run(
     ] = None,
     template: Annotated[str, typer.Option(help="auto, chat or none.")] = "auto",
     data: Annotated[str | None, typer.Option(help="jsonl file with the task's samples.")] = None,
+    draft: Annotated[
+        bool, typer.Option(help="Verify likely answers in one pass; same results, less time.")
+    ] = True,
     out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
 ) -> None:
     """Evaluate policies on tasks at every budget. The same command resumes and adds to its run folder.
@@ -109,7 +112,7 @@ def run(
     options: dict[str, Any] = {
         "model": model, "limit": limit, "seed": seed, "seeds": parse_seeds(seeds or []), "device": device,
         "dtype": dtype, "protocol": protocol, "schedule": schedule, "chunk": chunk, "pins": pins,
-        "question": question, "template": template, "data": data, "out": out,
+        "question": question, "template": template, "data": data, "draft": draft, "out": out,
     }  # fmt: skip
     specs, names = split_specs(policy), split_specs(task)
     config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)

@@ -52,8 +52,9 @@ class RunConfig:
     budgets: KV pairs kept per KV head per layer, pins included. limit: samples per task.
     protocol: a set of rules, see PROTOCOLS. pins, question, schedule, chunk: given, they go before the
     protocol's; None takes the protocol's, else each task's own. data: a jsonl file in the hub's
-    schema. seeds: several seeds instead of one, each with rows of its own. out: run folder; None
-    derives one from the configuration, so that the same command finds its rows again.
+    schema. draft: verify likely answers in one pass; it changes no result. seeds: several seeds
+    instead of one, each with rows of its own. out: run folder; None derives one from the
+    configuration, so that the same command finds its rows again.
     """
 
     policies: tuple[str, ...]
@@ -71,6 +72,7 @@ class RunConfig:
     question: Literal["withheld", "seen"] | None = None
     template: Literal["auto", "chat", "none"] = "auto"
     data: str | None = None
+    draft: bool = True
     out: str | None = None
     seeds: tuple[int, ...] = ()
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .answer import FutureAttention, Outcome, answer_rows
+from .answer import DRAFT, Answered, Asked, FutureAttention, Outcome, answer_rows
 from .cache import Cache
 from .config import Cell
 from .eviction import eviction_cost, missed_mass
@@ -57,18 +57,23 @@ class Evaluated:
 
 @dataclass
 class _Context:
-    """What the cells of a sample share after the full cache has answered."""
+    """What the cells of a sample share. room: slots behind the context, for all that may be read there.
 
-    lm: LoadedModel
-    prompt: Prompt
-    sample: Sample
+    answered: by the full cache, as soon as it has.
+    """
+
+    asked: Asked
     ids: Tensor
     room: int
     full: Cache
     ranking: Ranking
     future: FutureAttention
-    full_logprobs: Tensor
     prefill_s: float
+    answered: Answered | None = None
+
+    @property
+    def lm(self) -> LoadedModel:
+        return self.asked.lm
 
     @property
     def utility(self) -> Tensor:
@@ -79,20 +84,21 @@ class _Context:
 
 @torch.inference_mode()
 def evaluate(
-    lm: LoadedModel, sample: Sample, prompt: Prompt, cells: dict[Cell, Ranker], key: int
+    lm: LoadedModel, sample: Sample, prompt: Prompt, cells: dict[Cell, Ranker], key: int, draft: bool = True
 ) -> Evaluated:
     """Evaluate every cell on one sample.
 
     cells: each cell with its ranker; all of one schedule and chunk. key: of the sample's random draws.
+    draft: verify the full cache's answer in one pass before writing what differs.
     A policy that breaks its contract fails its own cells only.
     """
-    context = _read_context(lm, sample, prompt, cells, key)
+    context = _read_context(Asked(lm, prompt, sample, draft), cells, key)
     started = time.perf_counter()
-    outcomes, context.full_logprobs = answer_rows(lm, context.full, prompt, sample, observer=context.future)
+    context.answered = answer_rows(context.asked, context.full, observer=context.future)
     seconds = {"prefill_s": context.prefill_s, "score_s": 0.0, "answer_s": time.perf_counter() - started}
     n = len(prompt.context)
     held = _held(lm, context.full, 0, _positions(lm, context.full, 0))
-    full = Measurement(outcomes[0], *held, 0.0, None, seconds)
+    full = Measurement(context.answered.outcomes[0], *held, 0.0, None, seconds)
     done = Evaluated(full)
     if n == 0:  # nothing is cached before the question, so nothing can be evicted
         done.cells = dict.fromkeys(cells, full)
@@ -104,19 +110,25 @@ def evaluate(
     return done
 
 
-def _read_context(
-    lm: LoadedModel, sample: Sample, prompt: Prompt, cells: dict[Cell, Ranker], key: int
-) -> _Context:
+def _read_context(asked: Asked, cells: dict[Cell, Ranker], key: int) -> _Context:
     """Prefill the full cache; in the prefill schedule, rank while the queries exist."""
+    lm, prompt = asked.lm, asked.prompt
     n = len(prompt.context)
-    room = prompt.room(sample.max_new_tokens)
+    room = _room(prompt, asked.sample)
     ids = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
     ranking = Ranking(lm, [_rankers(cells, future=False)], key, seen=n)
     extra = max((probe_tokens(ranker.policy) for ranker in ranking.wanted[0]), default=0)
     full = Cache.empty(lm.geometry.layers, n + max(room, extra))
     prefill_s = read_and_rank(lm, full, ids, 0, ranking) if n else 0.0
-    future = FutureAttention.over(n, lm.geometry.full_layers)
-    return _Context(lm, prompt, sample, ids, room, full, ranking, future, torch.empty(0), prefill_s)
+    future = FutureAttention.over(prompt, lm.geometry.full_layers)
+    return _Context(asked, ids, room, full, ranking, future, prefill_s)
+
+
+def _room(prompt: Prompt, sample: Sample) -> int:
+    """Slots behind the context: question, and what is read at once or written one by one."""
+    new = sample.max_new_tokens
+    ahead = len(prompt.reference.ids) + sum(len(choice.ids) for choice in prompt.choices) + min(new, DRAFT)
+    return len(prompt.question) + max(new, ahead)
 
 
 def _rankers(cells: dict[Cell, Ranker], future: bool) -> list[Ranker]:
@@ -177,7 +189,7 @@ def _evaluate_batch(
     started = time.perf_counter()
     outcomes: list[Outcome] = []
     if compressed.row_of:
-        outcomes, _ = answer_rows(lm, compressed.cache, context.prompt, context.sample, context.full_logprobs)
+        outcomes = answer_rows(context.asked, compressed.cache, context.answered).outcomes
     answer_s = (time.perf_counter() - started) / max(1, len(outcomes))
     utility = context.utility
     done: dict[Cell, Measurement | Failure] = {}
@@ -201,7 +213,7 @@ def _compress(
     context: _Context, cells: dict[Cell, Ranker], targets: list[Target], key: int
 ) -> Compressed:  # fmt: skip
     """The kept sets of the targets, by the schedule that their cells share."""
-    lm, n = context.lm, len(context.prompt.context)
+    lm, n = context.lm, len(context.asked.prompt.context)
     cell = next(iter(cells))
     if cell.schedule == "chunked":
         assert cell.chunk is not None

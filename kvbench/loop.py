@@ -42,6 +42,19 @@ class Target:
     budget: int
 
 
+@dataclass(frozen=True)
+class Tokens:
+    """New tokens that do not simply follow one another.
+
+    positions: (new,) original positions. visible: see `Pass`. wanted: (logits,) which tokens' logits to
+    compute.
+    """
+
+    positions: Tensor
+    visible: Tensor | None
+    wanted: Tensor
+
+
 def read(
     lm: LoadedModel, cache: Cache, ids: Tensor, start: int, keep_logits: int = 1,
     observer: Observer | None = None,
@@ -51,13 +64,24 @@ def read(
     ids: (new,) the same for all rows, or (row, new). Returns logits (row, keep_logits, vocabulary) of
     the last tokens. Raises UnsupportedModel when a layer's attention did not come through us.
     """
+    new = ids.shape[-1]
+    positions = torch.arange(start, start + new, device=lm.device)
+    wanted = torch.arange(new - keep_logits, new, device=lm.device)
+    return read_tokens(lm, cache, ids, Tokens(positions, None, wanted), observer)
+
+
+def read_tokens(
+    lm: LoadedModel, cache: Cache, ids: Tensor, tokens: Tokens, observer: Observer | None = None
+) -> Tensor:
+    """`read` for tokens with positions of their own: logits (row, wanted, vocabulary)."""
     rows = cache.rows
-    if ids.dim() == 1:
-        ids = ids.expand(rows, -1)
-    positions = torch.arange(start, start + ids.shape[1], device=ids.device).expand(rows, -1)
-    kv_pass = Pass(cache, start, observer)
+    kv_pass = Pass(cache, tokens.positions, tokens.visible, observer)
     output = lm.model(
-        input_ids=ids, position_ids=positions, use_cache=False, logits_to_keep=keep_logits, kv_pass=kv_pass
+        input_ids=ids.expand(rows, -1),
+        position_ids=tokens.positions.expand(rows, -1),
+        use_cache=False,
+        logits_to_keep=tokens.wanted,  # by index: a slice of the end would not be contiguous
+        kv_pass=kv_pass,
     )
     if kv_pass.layers_seen != lm.geometry.layers:
         raise UnsupportedModel(

@@ -112,12 +112,12 @@ def validated_probe(policy: Policy, lm: LoadedModel, start: int) -> Tensor:
 def read_embedded(lm: LoadedModel, cache: Cache, tokens: Tensor, start: int, observer: Observer) -> None:
     """Read embeddings (n, d_model) into every row, at positions start, start + 1, ..."""
     rows, n = cache.rows, tokens.shape[0]
-    positions = torch.arange(start, start + n, device=tokens.device).expand(rows, -1)
+    positions = torch.arange(start, start + n, device=tokens.device)
     lm.model.base_model(
         inputs_embeds=tokens.expand(rows, -1, -1),
-        position_ids=positions,
+        position_ids=positions.expand(rows, -1),
         use_cache=False,
-        kv_pass=Pass(cache, start, observer),
+        kv_pass=Pass(cache, positions, observer=observer),
     )
 
 
@@ -137,7 +137,7 @@ def probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[P
     for layer in range(lm.geometry.layers):
         _, keys, values = trace.layer(layer)
         keys, values = (part[None, :, :n].to(lm.device, lm.dtype) for part in (keys, values))
-        cache.buckets[0].append(layer, keys, values, 0)
+        cache.buckets[0].append(layer, keys, values, torch.arange(n))
     found: list[Probed] = []
 
     def observer(layer: Layer) -> None:

@@ -27,7 +27,7 @@ def sample_rows(
         return [_known(work, cell, sample) | {"status": "skipped", "reason": prompt} for cell in missing]
     wanted = {cell: work.plan.cells[cell] for cell in missing if cell in work.plan.cells}
     key = draw_key(work.config.seed, spec_of(work.plan.task), sample.id)
-    evaluated = evaluate(lm, sample, prompt, wanted, key)
+    evaluated = evaluate(lm, sample, prompt, wanted, key, work.config.draft)
     found = {work.plan.full: evaluated.full, **evaluated.cells}
     rows = []
     for cell in missing:

@@ -117,7 +117,7 @@ def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:
 
 def _default_folder(config: RunConfig) -> Path:
     """A folder that the same command finds again; more budgets, policies or samples go there too."""
-    growing = ("policies", "budgets", "limit", "out", "seeds")
+    growing = ("policies", "budgets", "limit", "draft", "out", "seeds")
     own = {key: value for key, value in config.as_dict().items() if key not in growing}
     names = "-".join(spec.partition(":")[0].replace("/", "_") for spec in config.tasks)
     model = config.model.replace("/", "_").strip("._")

@@ -107,11 +107,19 @@ def measured(result: Measurement | Failure) -> Measurement:
 
 @dataclass
 class Forward:
-    """One forward. ids, positions: (row, new). hidden: (row, new, d_model), after the last norm."""
+    """One forward. ids, positions: (row, new). hidden: (row, new, d_model), after the last norm. visible:
+    (new, new), which of the new tokens each new token is said to see."""
 
     ids: Tensor
     positions: Tensor
     hidden: Tensor
+    visible: Tensor
+
+    def runs(self) -> list[list[int]]:
+        """The new tokens as runs that continue one another, by index: one, unless answers branch off."""
+        new = len(self.visible)
+        ends = [i for i in range(new) if not self.visible[i + 1 :, i].any()]
+        return [self.visible[end].nonzero().flatten().tolist() for end in ends]
 
 
 @contextmanager
@@ -124,7 +132,10 @@ def watched(model: Any) -> Iterator[list[Forward]]:
             return
         rows = kwargs["input_ids"].shape[0]
         positions = kwargs["position_ids"].expand(rows, -1)
-        seen.append(Forward(kwargs["input_ids"].clone(), positions.clone(), output.last_hidden_state.clone()))
+        new, told = positions.shape[1], kwargs["kv_pass"].visible
+        visible = torch.ones(new, new, dtype=torch.bool).tril() if told is None else told[:, -new:].clone()
+        hidden = output.last_hidden_state.clone()
+        seen.append(Forward(kwargs["input_ids"].clone(), positions.clone(), hidden, visible))
 
     handle = model.model.register_forward_hook(hook, with_kwargs=True)
     try:
@@ -178,6 +189,10 @@ class Trial:
         target = self.target(cell)
         return [held_now[target] for held_now in self.rounds if target in held_now]
 
+    def runs(self) -> list[tuple[Forward, list[int]]]:
+        """Every forward with each of its runs."""
+        return [(seen, run) for seen in self.forwards for run in seen.runs()]
+
     def kept(self, cell: Cell) -> Positions:
         return self.history(cell)[-1]
 
@@ -190,11 +205,12 @@ class Trial:
 
 
 def try_out(
-    lm: LoadedModel, prompt: Prompt, cells: dict[Cell, Ranker], sample: Sample | None = None
-) -> Trial:
+    lm: LoadedModel, prompt: Prompt, cells: dict[Cell, Ranker], sample: Sample | None = None,
+    draft: bool = True,
+) -> Trial:  # fmt: skip
     sample = sample_of(prompt) if sample is None else sample
     with evictions() as (rounds, places), watched(lm.model) as forwards:
-        done = evaluate(lm, sample, prompt, cells, KEY)
+        done = evaluate(lm, sample, prompt, cells, KEY, draft)
     n, chunk = len(prompt.context), next(iter(cells)).chunk
     ends = [n] if chunk is None else [min(stop, n) for stop in range(chunk, n + chunk, chunk)]
     return Trial(lm, prompt, sample, cells, done, rounds, places, forwards, ends)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.answer import answer_rows
+from kvbench.answer import Asked, answer_rows
 from kvbench.cache import Cache, Kept
 from kvbench.loop import read
 from kvbench.prompt import Continuation, Prompt
@@ -44,15 +44,20 @@ def spans(done: Trial) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_positions_count_the_whole_context(schedule: str, spec: str) -> None:
-    """B01: 200 tokens, budget 20: the question is read at 200..206, the answer at 207..."""
+    """B01: 200 tokens, budget 20: the question is read at 200..206, the answers and all drafts at 207..."""
     prompt = prompt_of(200, question=7, reference=5)
     lm = dataclasses.replace(loaded("llama"), eos_ids=frozenset())
     cells = cells_of((spec,), (20,), schedule, 64)
-    done = try_out(lm, prompt, cells, sample_of(prompt, new=5))
+    done = try_out(lm, prompt, cells, sample_of(prompt, new=5), draft=False)
     decoding = [(position, position) for position in range(207, 211)]  # the fifth token is never read
     chunks = [] if schedule == "prefill" else [(0, 63), (64, 127), (128, 191), (192, 199)]
     full = [(0, 199), (200, 211), *decoding]  # the last reference token is read for its attention
     assert spans(done) == [*full, *chunks, (200, 210), *decoding]
+    drafted = try_out(lm, prompt, cells, sample_of(prompt, new=5))
+    for seen in drafted.forwards:
+        for run in seen.runs():
+            assert (seen.positions[:, run].diff(dim=-1) == 1).all()
+            assert int(seen.positions[0, run[0]]) in (0, 64, 128, 192, 200, *range(207, 211))
 
 
 @pytest.mark.parametrize("arch", ["llama", "sliding"])
@@ -116,17 +121,18 @@ def written(done: Trial) -> Tensor:
     return torch.cat([step for step in steps if step.shape[0] == rows], 1)
 
 
+@pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("arch", ARCHS)
-def test_rows_that_end_do_not_change_the_others(arch: str, schedule: str) -> None:
+def test_rows_that_end_do_not_change_the_others(arch: str, schedule: str, draft: bool) -> None:
     """Every row stops at its own EOS and says what it says when nobody stops."""
     prompt, cells = prompt_of(), cells_of(SPECS, (8, 33), schedule)
     endless = dataclasses.replace(loaded(arch), eos_ids=frozenset())
-    free = try_out(endless, prompt, cells, sample_of(prompt, new=15))
+    free = try_out(endless, prompt, cells, sample_of(prompt, new=15), draft=False)
     ids = written(free)  # all but the fifteenth token
     eos = {int(ids[row, 1 + row % 10]) for row in range(0, ids.shape[0], 2)}  # half the rows end somewhere
     lm = dataclasses.replace(loaded(arch), eos_ids=frozenset(eos))
-    done = try_out(lm, prompt, cells, sample_of(prompt, new=14))
+    done = try_out(lm, prompt, cells, sample_of(prompt, new=14), draft)
     lengths = set()
     for cell in cells:
         row = ids[free.row(cell)].tolist()
@@ -232,17 +238,20 @@ def test_questions_do_not_contaminate_each_other(arch: str) -> None:
     state = [held(cache, row) for row in range(cache.rows)]
     a = prompt_of(question=6, reference=3, seed=0, choices=True)
     b = Prompt(a.context, words(9, 77), (), Continuation(words(20, 78), 20))
-    first = {name: answer_rows(lm, cache, prompt, sample_of(prompt)) for name, prompt in (("a", a), ("b", b))}
-    again = {name: answer_rows(lm, cache, prompt, sample_of(prompt)) for name, prompt in (("b", b), ("a", a))}
+    asked = {name: Asked(lm, prompt, sample_of(prompt)) for name, prompt in (("a", a), ("b", b))}
+    first = {name: answer_rows(asked[name], cache) for name in "ab"}
+    again = {name: answer_rows(asked[name], cache) for name in "ba"}
     fresh, _ = compacted(arch)
-    alone, logprobs = answer_rows(lm, fresh, b, sample_of(b))
+    alone = answer_rows(asked["b"], fresh)
     assert cache.mark() == before
-    assert first["b"][0] == again["b"][0] == alone
-    assert torch.equal(first["b"][1], logprobs)
-    assert first["a"][0] == again["a"][0]
+    assert first["b"].outcomes == again["b"].outcomes == alone.outcomes
+    assert first["b"].logprobs is not None
+    assert alone.logprobs is not None
+    assert torch.equal(first["b"].logprobs, alone.logprobs)
+    assert first["a"].outcomes == again["a"].outcomes
     for row, positions in enumerate(state):
         assert all(torch.equal(x, y) for x, y in zip(positions, held(cache, row), strict=True))
-    assert len({outcome.nll for outcome in alone}) == cache.rows
+    assert len({outcome.nll for outcome in alone.outcomes}) == cache.rows
 
 
 @pytest.mark.parametrize("arch", ["llama", "sliding"])

@@ -40,10 +40,10 @@ def assert_plain(arch: str, done: Trial) -> None:
     for more in (prompt.reference.ids, written, *(choice.ids for choice in prompt.choices)):
         ids = torch.tensor([*start, *more])
         found[tuple(ids.tolist())] = plain(arch)(ids[None]).logits[0]
-    for seen in done.forwards:
-        span = slice(int(seen.positions[0, 0]), int(seen.positions[0, -1]) + 1)
-        assert (seen.positions == torch.arange(span.start, span.stop)).all()
-        for row, hidden in zip(seen.ids.tolist(), seen.hidden, strict=True):
+    for seen, run in done.runs():
+        span = slice(int(seen.positions[0, run[0]]), int(seen.positions[0, run[-1]]) + 1)
+        assert (seen.positions[:, run] == torch.arange(span.start, span.stop)).all()
+        for row, hidden in zip(seen.ids[:, run].tolist(), seen.hidden[:, run], strict=True):
             logits = plain(arch).lm_head(hidden)
             apart = [
                 float((logits - wanted[span]).abs().max())
@@ -107,12 +107,15 @@ def test_a_scale_of_its_own(schedule: str) -> None:
     wanted = stock(ids).logits
     assert (usual - wanted).abs().max() > 0.1
     done = try_out(lm, prompt, cells_of(("knorm", "tova"), (N,), schedule))
+    compared = 0
     with torch.inference_mode():
-        for seen in done.forwards:
-            span = slice(int(seen.positions[0, 0]), int(seen.positions[0, -1]) + 1)
-            if seen.ids.tolist()[0] == ids[0, span].tolist():
-                apart = stock.lm_head(seen.hidden) - wanted[:, span]
+        for seen, run in done.runs():
+            span = slice(int(seen.positions[0, run[0]]), int(seen.positions[0, run[-1]]) + 1)
+            if seen.ids[0, run].tolist() == ids[0, span].tolist():
+                apart = stock.lm_head(seen.hidden[:, run]) - wanted[:, span]
                 assert apart.abs().max() < CLOSE
+                compared += 1
+    assert compared > 1  # the context, and question and reference behind it
     for cell in done.cells:
         assert done[cell].outcome.kl == pytest.approx(0, abs=CLOSE)
 

@@ -38,7 +38,8 @@ def read_ids(forwards: list[Forward], upto: int) -> list[int]:
     ids: dict[int, int] = {}
     for seen in forwards[:2]:  # the context, then question and reference
         assert seen.ids.shape[0] == 1
-        for position, token in zip(seen.positions[0].tolist(), seen.ids[0].tolist(), strict=True):
+        run = seen.runs()[0]  # the reference stands before what else may follow
+        for position, token in zip(seen.positions[0, run].tolist(), seen.ids[0, run].tolist(), strict=True):
             assert position not in ids
             ids[position] = token
     assert sorted(ids) == list(range(len(ids)))
