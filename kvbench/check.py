@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .errors import KvbenchError, PluginError
+from .finding import Finding
 from .observe import Observation
 from .policy import Need, Pins, Policy
 from .registry import POLICIES, parameters
@@ -39,15 +40,6 @@ PART_NAMES = {
     "key": "the random key",
 }
 BESIDE_PROBE = frozenset({Need.PROBE, Need.KEYS, Need.VALUES, Need.RANDOM})
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One law and what came of it. detail: the smallest failing input, or a remark, in words."""
-
-    law: str
-    passed: bool
-    detail: str = ""
 
 
 @dataclass

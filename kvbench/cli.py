@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +25,7 @@ from .spec import split_name
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from .finding import Finding
     from .runner import RunResult
 
 FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes
@@ -193,6 +195,49 @@ def compare(
     typer.echo(render_comparison(frame, format).rstrip("\n"))
 
 
+@app.command()
+def verify(
+    paths: Annotated[list[str], typer.Argument(help="Run folders; figures may show several.")],
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="A csv or json file of `kvbench table` to check against the rows."),
+    ] = None,
+    sources: Annotated[
+        bool, typer.Option("--sources", help="Look up model and data again and compare their hashes.")
+    ] = False,
+) -> None:
+    """Check that rows, manifest, figures and tables of run folders belong together."""
+    from .verify import verify as verify_runs
+
+    broken = _told(verify_runs(paths, table or [], sources))
+    if broken:
+        typer.echo(f"error: {broken} checks failed", err=True)
+        raise typer.Exit(FAILED)
+    typer.echo("everything checked fits together")
+
+
+@app.command()
+def rerun(
+    path: Annotated[str, typer.Argument(help="A run folder.")],
+    samples: Annotated[
+        int | None, typer.Option(help="Repeat only so many samples of each task, drawn at random.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="What still counts as equal, relative to 1 or more.")
+    ] = 1e-4,
+    out: Annotated[
+        str | None, typer.Option(help="A new folder for the rows; default: they are not kept.")
+    ] = None,
+) -> None:
+    """Repeat a run from its manifest and report the rows that differ."""
+    from .rerun import rerun as repeat
+
+    report = repeat(path, samples, tolerance, out)
+    typer.echo(report.text())
+    if report.different or report.missing:
+        raise typer.Exit(FAILED)
+
+
 @app.command("list")
 def list_(what: Annotated[str, typer.Argument(help="policies, tasks or models.")]) -> None:
     """List policies, tasks or models, with broken plugins and why they are broken."""
@@ -219,15 +264,9 @@ def check(name: Annotated[str, typer.Argument(help="A policy, parameters allowed
     """Try the contract on a policy: yours, a plugin's or a built-in one."""
     from .check import check_policy
 
-    broken = []
-    for finding in check_policy(name):
-        typer.echo(f"{'ok  ' if finding.passed else 'FAIL'}  {finding.law}")
-        if finding.detail:
-            typer.echo(f"      {finding.detail}")
-        if not finding.passed:
-            broken.append(finding)
+    broken = _told(check_policy(name))
     if broken:
-        typer.echo(f"error: policy '{name}' breaks {len(broken)} of its laws", err=True)
+        typer.echo(f"error: policy '{name}' breaks {broken} of its laws", err=True)
         raise typer.Exit(FAILED)
     typer.echo(f"policy '{name}' keeps the contract")
 
@@ -252,6 +291,17 @@ def parse_seeds(given: list[str]) -> tuple[int, ...]:
         if not re.fullmatch(r"[0-9]+", piece):
             raise BadInput(f"seed '{piece}': a seed is a whole number, as in --seeds 0,1,2")
     return tuple(map(int, pieces))
+
+
+def _told(findings: Iterable[Finding]) -> int:
+    """Print findings one by one; returns how many failed."""
+    broken = 0
+    for finding in findings:
+        typer.echo(f"{'ok  ' if finding.passed else 'FAIL'}  {finding.law}")
+        if finding.detail:
+            typer.echo(f"      {finding.detail}")
+        broken += not finding.passed
+    return broken
 
 
 def _check_format(name: str) -> None:

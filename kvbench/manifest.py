@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -73,6 +74,11 @@ def prepare_manifest(
     manifest["runs"].append(run)
     _write(folder / MANIFEST, manifest)
     return notes
+
+
+def shown_data(data: bytes) -> str:
+    """What a figure says about the file of numbers that it shows."""
+    return f"kvbench data sha256 {hashlib.sha256(data).hexdigest()}"
 
 
 def _check_fixed(folder: Path, there: Mapping[str, Any], asked: Mapping[str, Any]) -> None:

@@ -25,7 +25,7 @@ from .aggregate import aggregate, available
 from .config import FULL
 from .errors import StoreError, UnknownName
 from .footnotes import majority, only_pins
-from .manifest import MANIFEST, read_manifest
+from .manifest import MANIFEST, read_manifest, shown_data
 from .metrics import describe, is_known
 from .panels import describe_setting, main_metric, panels, short
 from .results import read_rows
@@ -47,7 +47,7 @@ DPI = 200
 def plot(
     paths: str | Path | Iterable[str | Path], metric: str | None = None, out: str | Path | None = None
 ) -> list[Path]:
-    """Draw the results of one or more run folders: a PNG and an SVG per task, setting and metric.
+    """Draw the results of one or more run folders: a PNG, an SVG and a CSV per task, setting and metric.
 
     metric: one name, or several separated by commas; None draws each task's main metric and BESIDE.
     out: folder for the files, else `figures` in the first run folder. Equal results give equal SVG
@@ -70,7 +70,7 @@ def plot(
             part = lines[(lines["metric"] == item) & (lines["n"] > 0)]
             if len(part):
                 base = Path(out) if out is not None else home(several[0]) / "figures"
-                files += save(figure(part, setting, looks), base, f"{name}-{item}")
+                files += save(figure(part, setting, looks), base, f"{name}-{item}", part)
     if not files:
         raise StoreError(f"no usable rows in {several[0]}: `kvbench table` shows what was skipped or failed")
     return files
@@ -265,14 +265,24 @@ def file_name(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9._=,-]+", "_", text)
 
 
-def save(fig: Figure, folder: Path, name: str) -> list[Path]:
-    """Write a figure as PNG and SVG, equal bytes for equal figures. Raises: StoreError."""
+def save(fig: Figure, folder: Path, name: str, lines: pd.DataFrame | None = None) -> list[Path]:
+    """Write a figure as PNG and SVG, equal bytes for equal figures.
+
+    lines: what it shows; they go into a CSV file beside it, whose hash the figure carries, so that
+    `kvbench verify` can tell whether the rows still say what the figure shows. Raises: StoreError.
+    """
     files = [folder / f"{name}.png", folder / f"{name}.svg"]
+    told = {}
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        if lines is not None:
+            data = lines.drop(columns="run").to_csv(index=False, lineterminator="\n").encode()
+            told = {"Description": shown_data(data)}
+            files.append(folder / f"{name}.csv")
+            files[-1].write_bytes(data)
         with matplotlib.rc_context(RC):
-            fig.savefig(files[0], dpi=DPI, metadata={"Software": None})
-            fig.savefig(files[1], metadata={"Date": None, "Creator": None})
+            fig.savefig(files[0], dpi=DPI, metadata={"Software": None, **told})
+            fig.savefig(files[1], metadata={"Date": None, "Creator": None, **told})
     except OSError as error:
         raise StoreError(
             f"cannot write figures to {folder} ({error.strerror}): choose another --out"

@@ -20,7 +20,7 @@ import pandas as pd
 from .errors import StoreError
 from .manifest import MANIFEST, SCHEMA, prepare_manifest, read_manifest
 
-__all__ = ["ROWS", "SCHEMA", "TORN", "Store", "check_writable", "read_manifest", "read_rows"]
+__all__ = ["ROWS", "SCHEMA", "TORN", "Store", "check_writable", "read_manifest", "read_rows", "stored_rows"]
 
 ROWS = "rows.jsonl"
 TORN = "rows.torn"  # what a killed process left half written, kept for inspection
@@ -235,6 +235,20 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
             )
         rows.update(found)
     return _frame([_flat(row) for row in rows.values()])
+
+
+def stored_rows(path: str | Path) -> tuple[list[dict[str, Any]], bytes]:
+    """Every row of a run folder as it was written, in order, and what follows the last whole line.
+
+    Raises: StoreError as `read_rows`.
+    """
+    file = Path(path) / ROWS
+    data = file.read_bytes() if file.is_file() else b""
+    whole = data.rfind(b"\n") + 1
+    rows = list(_parse(file, data[:whole]))
+    if not rows:
+        raise StoreError(f"no rows in {path}: name a folder that `kvbench run` wrote")
+    return rows, data[whole:]
 
 
 def _parse(file: Path, data: bytes) -> Iterator[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .config import FULL, Cell, fingerprint
+from .config import FULL, IN_MANIFEST, Cell, fingerprint
 from .registry import spec_of
 from .task import Sample
 
@@ -46,8 +46,8 @@ def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
     geometry = work.opened.geometry
     settings = work.configuration(cell)
     config = fingerprint(settings)
-    for name in ("data_sha256", "model_sha256", "dtype"):
-        settings.pop(name)  # in the manifest; the row's config hash covers them
+    for name in IN_MANIFEST:
+        settings.pop(name)  # the row's config hash covers them
     pinned = cell.budget is not None and cell.pins.total > 0 and cell.budget <= cell.pins.total
     note = f"budget {cell.budget} <= pins {cell.pins.total}: only pinned tokens are kept" if pinned else ""
     return {

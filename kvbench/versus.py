@@ -48,8 +48,9 @@ def versus(
             both = _in_both(found[found["policy"] != FULL])
             if len(both):
                 full = found[found["policy"] == FULL].drop_duplicates("mean")
-                fig = figure(pd.concat([both, full]), setting, looks)
-                files += save(fig, base, file_name(f"{setting['task']}-{metric}-{field}"))
+                shown = pd.concat([both, full])
+                name = file_name(f"{setting['task']}-{metric}-{field}")
+                files += save(figure(shown, setting, looks), base, name, shown)
     if not files:
         raise StoreError(
             f"--versus {field}: no task has rows under two values of it and everything else equal; run it "

@@ -65,7 +65,7 @@ def test_majority_rate_is_only_drawn_where_it_can_be_compared(run: Path) -> None
 def test_files_are_named_by_task_and_metric_and_are_deterministic(run: Path, tmp_path: Path) -> None:
     before = dict(matplotlib.rcParams)
     files = plot(run, "accuracy")
-    assert files == [run / "figures" / "boolq-accuracy.png", run / "figures" / "boolq-accuracy.svg"]
+    assert files == [run / "figures" / f"boolq-accuracy.{end}" for end in ("png", "svg", "csv")]
     again = plot(run, "accuracy", out=tmp_path / "again")
     assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
     assert b"<dc:date>" not in files[1].read_bytes()
@@ -75,7 +75,7 @@ def test_files_are_named_by_task_and_metric_and_are_deterministic(run: Path, tmp
 def test_without_a_metric_the_main_one_and_those_beside_it(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.plot.save", lambda fig, folder, name: [folder / f"{name}.svg"])
+    monkeypatch.setattr("kvbench.plot.save", lambda fig, folder, name, lines: [folder / f"{name}.svg"])
     found = {file.name for file in plot(run, out=tmp_path)}
     beside = ("agreement", "kl", "missed_mass", "eviction_cost")
     assert found == {f"boolq-{name}.svg" for name in ("accuracy", *beside)} | {
@@ -94,7 +94,7 @@ def test_settings_of_one_task_get_a_figure_each(tmp_path: Path) -> None:
     with Store.open(tmp_path, {}, {}) as store:
         store.append(rows)
     names = [file.name for file in plot(tmp_path, "accuracy")]
-    assert names[::2] == ["boolq-question=seen-accuracy.png", "boolq-question=withheld-accuracy.png"]
+    assert names[::3] == ["boolq-question=seen-accuracy.png", "boolq-question=withheld-accuracy.png"]
 
 
 @pytest.mark.parametrize("budgets", [(), (64,), (64, 66, 512)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
@@ -22,7 +23,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> dict[str, Figure]:
     """Figures by name, not written."""
     found: dict[str, Figure] = {}
 
-    def keep(fig: Figure, folder: Path, name: str) -> list[Path]:
+    def keep(fig: Figure, folder: Path, name: str, lines: pd.DataFrame) -> list[Path]:
         found[name] = fig
         return [folder / name]
 
@@ -86,5 +87,7 @@ def test_an_unknown_rule_is_refused(tmp_path: Path) -> None:
 def test_files_are_named_by_task_metric_and_rule(tmp_path: Path) -> None:
     rows = [row("knorm", 32), row("knorm", 32, question="seen")]
     files = versus([store(tmp_path, rows)], "question", ["accuracy"])
-    assert [file.name for file in files] == ["boolq-accuracy-question.png", "boolq-accuracy-question.svg"]
-    assert all(file.stat().st_size > 1000 for file in files)
+    assert [file.name for file in files] == [
+        f"boolq-accuracy-question.{end}" for end in ("png", "svg", "csv")
+    ]
+    assert all(file.stat().st_size > 1000 for file in files[:2])
