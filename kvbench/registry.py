@@ -14,9 +14,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from .config import FULL
-from .errors import KvbenchError, PluginError, UnknownName
+from .errors import BadInput, KvbenchError, PluginError, UnknownName
 from .policy import Policy
-from .spec import Parameter, build, parameters, spec_of, split_name, split_specs
+from .spec import FIRST, Parameter, build, parameters, spec_of, split_name, split_specs
 from .task import Task
 
 __all__ = [
@@ -209,6 +209,8 @@ def _members(name: str, group: list[str], values: dict[str, str]) -> list[str]:
     known = {one: {parameter.name for parameter in parameters(TASKS.get(one))} for one in group}
     everywhere = set().union(*known.values())
     for key in values:
+        if key == FIRST:
+            raise BadInput(f"'{values[key]}' has no name: write parameters as {name}:NAME=VALUE,NAME=VALUE")
         if key not in everywhere:
             raise UnknownName("parameter", key, everywhere, f"Asked of the tasks {name}/...")
     chosen = []

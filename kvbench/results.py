@@ -19,6 +19,7 @@ import pandas as pd
 
 from .errors import StoreError
 from .manifest import MANIFEST, SCHEMA, prepare_manifest, read_manifest
+from .metrics import restore
 
 __all__ = ["ROWS", "SCHEMA", "TORN", "Store", "check_writable", "read_manifest", "read_rows", "stored_rows"]
 
@@ -27,7 +28,8 @@ TORN = "rows.torn"  # what a killed process left half written, kept for inspecti
 LOCK = ".lock"
 STATUSES = ("ok", "skipped", "failed")
 INTEGERS = (
-    "schema", "budget", "chunk", "seed", "context_tokens", "question_tokens", "evicted_layers", "layers",
+    "schema", "budget", "chunk", "seed", "context_tokens", "question_tokens", "cut_tokens", "evicted_layers",
+    "layers",
 )  # fmt: skip
 TEXTS = (
     "key", "config", "family", "policy", "spec", "params", "task", "task_spec", "task_params", "model",
@@ -219,7 +221,7 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
 
     Columns: the row's fields, `metric:NAME` and `time:NAME` (float, NaN where absent). Parameters are
     JSON text, pins "first,last"; budget and chunk are Int64 with NA; run is the folder as it was named.
-    Strings stay strings.
+    Strings stay strings. Metrics that the runs declared are known afterwards (see metrics.py).
     Raises: StoreError when a folder has no rows, or rows of a newer kvbench.
     """
     several = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -234,6 +236,8 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
                 f"--budgets 64,128 --out {path}`, or name the folder of an earlier run"
             )
         rows.update(found)
+        if (file.parent / MANIFEST).is_file():
+            restore(read_manifest(file.parent).get("metrics", {}))
     return _frame([_flat(row) for row in rows.values()])
 
 

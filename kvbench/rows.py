@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from .plan import Work
     from .prompt import Prompt
 
+NO_CONTEXT = (
+    "nothing precedes the question, so with it withheld there is no context to evict, at most a template"
+)
+
 
 def sample_rows(
     work: Work, lm: LoadedModel, sample: Sample, prompt: Prompt | str, done: set[str]
@@ -48,8 +52,6 @@ def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
     config = fingerprint(settings)
     for name in IN_MANIFEST:
         settings.pop(name)  # the row's config hash covers them
-    pinned = cell.budget is not None and cell.pins.total > 0 and cell.budget <= cell.pins.total
-    note = f"budget {cell.budget} <= pins {cell.pins.total}: only pinned tokens are kept" if pinned else ""
     return {
         "key": work.key(cell, sample),
         "config": config,
@@ -62,19 +64,30 @@ def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
         "sample": sample.id,
         "context_tokens": None,
         "question_tokens": None,
+        "cut_tokens": sample.cut,
         "kept": None,
         "peak": None,
         "layers": geometry.layers,
         "evicted_layers": 0 if cell.budget is None else len(geometry.full_layers),
         "status": "ok",
         "reason": "",
-        "note": note,
+        "note": "; ".join(filter(None, _notes(work, cell, sample))),
         "text": "",
         "gold_label": work.plan.task.label(sample),
         "label": None,
         "metrics": {},
         "times": {},
     }
+
+
+def _notes(work: Work, cell: Cell, sample: Sample) -> list[str]:
+    """What a reader of the row must know, beside its numbers."""
+    notes = [sample.note]
+    if (sample.bare or not sample.context) and work.plan.question == "withheld":
+        notes.append(NO_CONTEXT)
+    if cell.budget is not None and 0 < cell.pins.total >= cell.budget:
+        notes.append(f"budget {cell.budget} <= pins {cell.pins.total}: only pinned tokens are kept")
+    return notes
 
 
 def _measured(

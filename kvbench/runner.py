@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from .aggregate import aggregate
-from .config import RunConfig, fingerprint
+from .config import FULL, RunConfig, fingerprint
 from .errors import BadInput
+from .metrics import added
 from .plan import Work, check_data, check_fits, plan_task
 from .policy import Policy
 from .progress import progress as progress_bar
@@ -71,6 +72,7 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
         "style": style_of(policies),
         "tasks": {spec_of(item.plan.task): item.info for item in work},
         "data": {item.sha256: item.data for item in work},
+        "metrics": added(),
     }
     with Store.open(path, fixed, extra, config.as_dict()) as store:
         missing = sum(len(item.missing(store.done)) for item in work)
@@ -150,6 +152,7 @@ def _result(path: Path, work: list[Work], notes: list[str]) -> RunResult:
     rows = read_rows(path)
     keys = set().union(*(item.keys() for item in work))
     rows = rows[rows["key"].isin(keys)].reset_index(drop=True)
+    notes += _sample_notes(rows)
     failed = rows[rows["status"] == "failed"]
     for spec, reason in sorted(set(zip(failed["spec"], failed["reason"], strict=True))):
         notes.append(f"{spec}: {int((failed['spec'] == spec).sum())} rows failed: {reason}")
@@ -161,3 +164,13 @@ def _result(path: Path, work: list[Work], notes: list[str]) -> RunResult:
             "budgets apply to the others"
         )
     return RunResult(rows, aggregate(rows), path, notes, len(failed))
+
+
+def _sample_notes(rows: pd.DataFrame) -> list[str]:
+    """What the rows of the full cache note, with the number of samples; other cells add only their pins."""
+    full = rows[(rows["policy"] == FULL) & (rows["status"] == "ok")]
+    noted = full[full["note"] != ""].groupby(["task_spec", "note"], sort=False)
+    return [
+        f"{task}: {len(part)} of {(full['task_spec'] == task).sum()} samples: {note}"
+        for (task, note), part in noted
+    ]

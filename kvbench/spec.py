@@ -1,7 +1,8 @@
 """Specs on the command line: `snapkv:window=64,kernel=7` and back.
 
 A spec is a name, then after a colon the parameters that differ from their defaults. Parameters are
-the fields of the dataclass behind the name, and values are read as the fields' types.
+the fields of the dataclass behind the name, and values are read as the fields' types. A parameter that
+must be given may be written first and without its name: `lm_eval:gsm8k,context=question`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from .errors import BadInput, PluginError, UnknownName
 
 FLAGS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 NONE = "none"
+FIRST = ""  # the name of a value written without one
 
 
 @dataclass(frozen=True)
@@ -76,12 +78,14 @@ def split_specs(given: Iterable[str] | str) -> list[str]:
 
 
 def split_name(text: str) -> tuple[str, dict[str, str]]:
-    """One spec's name and its parameters as written. Raises: BadInput."""
+    """One spec's name and its parameters as written; FIRST names one written without. Raises: BadInput."""
     name, colon, rest = text.strip().partition(":")
     values: dict[str, str] = {}
-    for piece in rest.split(",") if colon else []:
+    for index, piece in enumerate(rest.split(",") if colon else []):
         key, equals, value = (part.strip() for part in piece.partition("="))
-        if not (key and equals and value):
+        if index == 0 and key and not equals:
+            key, value = FIRST, key
+        elif not (key and equals and value):
             raise BadInput(f"'{piece}' in '{text}': write parameters as {name}:NAME=VALUE,NAME=VALUE")
         if key in values:
             raise BadInput(f"'{text}' gives {key} twice: keep one of them")
@@ -95,6 +99,7 @@ def build(cls: type, values: dict[str, str], asked: str) -> Any:
     Raises: UnknownName for a parameter that is not there; BadInput for a value that does not fit.
     """
     known = {parameter.name: parameter for parameter in parameters(cls)}
+    values = _named(values, known, asked)
     ready = {}
     for key, text in values.items():
         if key not in known:
@@ -109,6 +114,16 @@ def build(cls: type, values: dict[str, str], asked: str) -> Any:
         if getattr(cls, "__abstractmethods__", None):
             raise PluginError(f"{asked} is not complete: {error}") from error
         raise BadInput(f"{asked} refused its parameters: {error}") from error
+
+
+def _named(values: dict[str, str], known: dict[str, Parameter], asked: str) -> dict[str, str]:
+    """The values with a name for the one written without: the first parameter that must be given."""
+    if FIRST not in values:
+        return values
+    needed = next((p.name for p in known.values() if p.default is MISSING), None)
+    if needed is None or needed in values:
+        raise BadInput(f"'{values[FIRST]}' has no name: write parameters of {asked} as NAME=VALUE,NAME=VALUE")
+    return {needed if key == FIRST else key: value for key, value in values.items()}
 
 
 def spec_of(instance: Any) -> str:

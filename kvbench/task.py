@@ -24,6 +24,8 @@ class Sample:
     with 0 new tokens nothing is answered: only the reference is measured.
     rendered: context, question and reference are final text, made with `Setting.render`: no template
     is applied, and special tokens inside the text are read as such.
+    bare: nothing precedes the question but a template. cut: tokens of the data that are left out of the
+    prompt. note: what else a reader of the row must know.
     """
 
     id: str
@@ -36,6 +38,9 @@ class Sample:
     max_new_tokens: int = 0
     stop: tuple[str, ...] = ()
     rendered: bool = False
+    bare: bool = False
+    cut: int = 0
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,8 @@ class Answer:
         return str(max(range(len(self.loglikelihoods)), key=self.loglikelihoods.__getitem__))
 
 
-def plain_turns(turns: list[dict[str, str]]) -> str:
-    """A dialogue as plain text, for models without a chat template."""
+def plain_turns(turns: list[dict[str, str]], answer: bool = False) -> str:
+    """A dialogue as plain text, for models without a chat template; there is no turn to open."""
     return "".join(f"{turn['role'].capitalize()}: {turn['content']}\n" for turn in turns)
 
 
@@ -74,7 +79,8 @@ class Setting:
     data: --data path or None. chat: whether a chat template will be applied (then choices carry no
     leading delimiter). count: tokens of a sample's whole prompt, template and prefix included.
     render: turns ({"role": ..., "content": ...}) as the model's chat template writes them, or as plain
-    text where there is none. ends: for each token of a text, the index of the first character after it.
+    text where there is none; with answer=True the model's turn is open at the end. ends: for each token
+    of a text, the index of the first character after it.
     """
 
     seed: int
@@ -82,7 +88,7 @@ class Setting:
     data: str | None
     chat: bool
     count: Callable[[Sample], int]
-    render: Callable[[list[dict[str, str]]], str] = plain_turns
+    render: Callable[..., str] = plain_turns
     ends: Callable[[str], list[int]] = _no_tokenizer
 
 
@@ -90,13 +96,15 @@ class Setting:
 class Samples:
     """Samples with the provenance of their data: source in words and sha256 of the data.
 
-    seeded: whether the seed changes the data, and so the sha256.
+    seeded: whether the seed changes the data, and so the sha256. metric: the main metric, where it is known
+    only with the samples.
     """
 
     samples: Sequence[Sample]
     source: str
     sha256: str
     seeded: bool = False
+    metric: str = ""
 
 
 class Task(ABC):

