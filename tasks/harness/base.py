@@ -81,7 +81,7 @@ class Harness(Task):
         wanted = len(parts) if setting.limit is None else min(setting.limit, len(parts))
         turns = chain.from_iterable(zip_longest(*islice(streams, wanted)))
         made = list(islice((sample for sample in turns if sample is not None), setting.limit))
-        return Samples(made, source, sha256, self._main(made))
+        return Samples(made, source, sha256, metric=self._main(made))
 
     def score(self, sample: Sample, answer: Answer) -> dict[str, float]:
         found = sample.gold.task.grade(sample.gold.requests, answer)
