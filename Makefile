@@ -48,7 +48,7 @@ $(VENV)/ready: pyproject.toml $(VENV)/torch
 	touch $@
 
 $(VENV)/ready-to-test: $(VENV)/ready
-	$(PIP) -e .[test] $(PEER_IMPORTS)
+	$(PIP) -e .[test,ray] $(PEER_IMPORTS)
 	$(PIP) --no-deps $(PEER)
 	touch $@
 

@@ -106,6 +106,11 @@ def run(
         bool, typer.Option(help="Verify likely answers in one pass; same results, less time.")
     ] = True,
     out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
+    executor: Annotated[str, typer.Option(help="local, or ray: workers of a Ray cluster.")] = "local",
+    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per GPU or machine.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+    ] = None,
 ) -> None:
     """Evaluate policies on tasks at every budget. The same command resumes and adds to its run folder.
 
@@ -119,10 +124,11 @@ def run(
     specs, names = split_specs(policy), split_specs(task)
     config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)
     _refuse_unknown(config)
+    from .executors import executor_named
     from .runner import run as run_config
 
     try:
-        result = run_config(config)
+        result = run_config(config, executor=executor_named(executor, workers, ray_address))
     except KeyboardInterrupt as error:
         where = f"in {out} " if out else ""
         typer.echo(
@@ -320,11 +326,14 @@ def _refuse_unknown(config: RunConfig) -> None:
 
 
 def _report(result: RunResult) -> None:
+    from .memory import told
     from .table import render
 
     typer.echo(render(result.table, "text", _tasks([str(result.path)])).rstrip("\n"))
     for note in result.notes:
         typer.echo(f"note: {note}")
+    if result.peak:
+        typer.echo(f"peak memory: {told(result.peak)}")
     typer.echo(f"rows: {result.path}")
     typer.echo(f"next: kvbench plot {result.path}")
 

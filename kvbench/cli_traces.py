@@ -33,18 +33,24 @@ def trace(
     store: Annotated[str, typer.Option(help="float16, bfloat16 or float32 on disk.")] = "float16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    executor: Annotated[str, typer.Option(help="local, or ray: workers of a Ray cluster.")] = "local",
+    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per GPU or machine.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+    ] = None,
 ) -> None:
     """Record queries, keys and values of every layer, one forward pass per sample. Resumes."""
     specs = expand_tasks(split_specs(task))
     for spec in specs:
         TASKS.target(split_name(spec)[0])
     from .collect import TraceConfig, collect
+    from .executors import executor_named
 
     config = TraceConfig(
         tasks=tuple(specs), samples=samples, out=out, model=model, length=length, seed=seed,
         data=data, under=under, store=store, device=device, dtype=dtype,
     )  # fmt: skip
-    found = collect(config, announce=typer.echo)
+    found = collect(config, announce=typer.echo, executor=executor_named(executor, workers, ray_address))
     typer.echo(f"{len(found)} traces in {out}")
     typer.echo(f"next: kvbench train --policy kvp --traces {out} --out kvp.safetensors")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from torch import Tensor
 from .attention import Layer
 from .cache import Cache
 from .config import RunConfig, fingerprint
-from .errors import BadInput, StoreError
+from .errors import BadInput, StoreError, WorkersLost
+from .executors import Executor, Local, Lost, in_order
 from .loop import Ranker, Ranking, Target, evict, read, read_and_rank
-from .models import LoadedModel, OpenModel, open_model
+from .models import LoadedModel, OpenModel
 from .observe import draw_key
 from .plan import Work, check_data, check_fits, plan_task
 from .progress import progress as progress_bar
@@ -24,6 +26,7 @@ from .prompt import Prompt
 from .registry import POLICIES, TASKS, expand_tasks, spec_of
 from .trace import TraceInfo, TraceSet, TraceWriter
 
+Recorded = tuple[list[tuple[Tensor, Tensor, Tensor]], float]  # per layer q, k, v; the factor on logits
 STORED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
@@ -105,37 +108,79 @@ class _Recorder:
         return joined
 
 
+@dataclass(frozen=True)
+class Asked:
+    """One trace to record. name: its id. task: where the prompt comes from."""
+
+    name: str
+    task: str
+    prompt: Prompt
+
+
 def collect(
-    config: TraceConfig, progress: bool = True, announce: Callable[[str], None] = lambda text: None
+    config: TraceConfig,
+    progress: bool = True,
+    announce: Callable[[str], None] = lambda text: None,
+    executor: Executor | None = None,
 ) -> TraceSet:
     """Record traces; the same command resumes. announce: is told the size before anything is written.
 
+    executor: who computes; None is this process. Traces are stored in the same order whoever does.
     Raises KvbenchError for anything that cannot be recorded, before the weights load where possible.
     """
     eviction, _ = config.eviction, config.lengths
-    opened = open_model(config.model, config.device, config.dtype)
-    if eviction is not None:
-        check_fits(eviction.ranker.policy, opened)
-    items = _samples(config, opened)
-    writer = TraceWriter(config.out, _header(config, opened))
-    known = {info.id for info in writer.done}
-    missing = [item for item in items if item[0] not in known]
-    announce(_check_disk(config, opened, missing))
-    if missing:
-        lm = opened.load()
-        with progress_bar(progress, len(missing), "traces") as advance:
-            for name, task, prompt in missing:
-                layers, scaling = record(lm, prompt, STORED[config.store], eviction, name)
-                writer.add(TraceInfo(name, _length(prompt), len(prompt.context), task, scaling), layers)
-                advance(task)
-            writer.flush()
+    with executor or Local() as executor:
+        if eviction is not None:
+            executor.check("policy", [eviction.ranker.policy.name])
+        opened = executor.open(config.model, config.device, config.dtype)
+        if eviction is not None:
+            check_fits(eviction.ranker.policy, opened)
+        items = _samples(config, opened)
+        writer = TraceWriter(config.out, _header(config, opened))
+        known = {info.id for info in writer.done}
+        missing = [item for item in items if item.name not in known]
+        announce(_check_disk(config, opened, missing))
+        if missing:
+            with progress_bar(progress, len(missing), "traces") as advance:
+                _compute(config, missing, opened, executor, writer, advance)
     return TraceSet(config.out)
+
+
+def _compute(
+    config: TraceConfig,
+    missing: list[Asked],
+    opened: OpenModel,
+    executor: Executor,
+    writer: TraceWriter,
+    advance: Callable[[str], None],
+) -> None:
+    """Record and store; what workers lost is named at the end, when the rest is stored."""
+    work = partial(_recorded, STORED[config.store], config.eviction)
+    lost = []
+    for asked, found in zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True):
+        if isinstance(found, Lost):
+            lost.append(f"{asked.name}: {found.reason}")
+            continue
+        layers, scaling = found
+        context = len(asked.prompt.context)
+        writer.add(TraceInfo(asked.name, _length(asked.prompt), context, asked.task, scaling), layers)
+        advance(asked.task)
+    writer.flush()
+    if lost:
+        raise WorkersLost(
+            f"{len(lost)} traces could not be recorded, the others are stored; run the same command again. "
+            f"First: {lost[0]}"
+        )
+
+
+def _recorded(dtype: torch.dtype, eviction: Target | None, lm: LoadedModel, asked: Asked) -> Recorded:
+    return record(lm, asked.prompt, dtype, eviction, asked.name)
 
 
 @torch.inference_mode()
 def record(
     lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Target | None, name: str
-) -> tuple[list[tuple[Tensor, Tensor, Tensor]], float]:
+) -> Recorded:
     """One prompt followed by its reference: (queries, keys, values) per full-attention layer, scaling."""
     recorder = _Recorder(lm.geometry.full_layers, dtype)
     context = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
@@ -153,8 +198,8 @@ def record(
     return recorder.finished(), recorder.scaling
 
 
-def _samples(config: TraceConfig, opened: OpenModel) -> list[tuple[str, str, Prompt]]:
-    """(trace id, task, prompt) of every sample, the tasks taking turns."""
+def _samples(config: TraceConfig, opened: OpenModel) -> list[Asked]:
+    """Every sample, the tasks taking turns."""
     specs = expand_tasks(config.tasks)
     check_data(config.data, [TASKS.parse(spec) for spec in specs])
     per_task = -(-config.samples // len(specs))
@@ -163,12 +208,12 @@ def _samples(config: TraceConfig, opened: OpenModel) -> list[tuple[str, str, Pro
     if there < config.samples:
         raise BadInput(f"--samples {config.samples}: {', '.join(config.tasks)} have only {there} samples")
     turns = [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
-    if len({name for name, _, _ in turns}) < len(turns):
+    if len({asked.name for asked in turns}) < len(turns):
         raise BadInput(f"{', '.join(config.tasks)} give the same sample twice: name each task once")
     return turns[: config.samples]
 
 
-def _column(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[tuple[str, str, Prompt]]:
+def _column(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[Asked]:
     """`count` samples of one task. With a range of lengths, up to 8 evenly spaced ones take turns."""
     if config.lengths is None:
         return _prompts(config, opened, spec, count)
@@ -185,7 +230,7 @@ def _with_length(spec: str, length: int) -> str:
     return f"{spec}{',' if ':' in spec else ':'}length={length}"
 
 
-def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[tuple[str, str, Prompt]]:
+def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[Asked]:
     task = TASKS.parse(spec)
     run = RunConfig(
         ("-",), (spec,), (1,), config.model, limit=count, seed=config.seed, data=config.data,
@@ -197,7 +242,7 @@ def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> l
         if isinstance(prompt, str):
             raise BadInput(f"sample '{sample.id}' of {spec}: {prompt}; use shorter samples")
         ids = fingerprint([prompt.context, prompt.question, prompt.reference.ids])[:8]  # other data, other id
-        found.append((f"{spec_of(task)}|{sample.id}|{ids}", task.name, prompt))
+        found.append(Asked(f"{spec_of(task)}|{sample.id}|{ids}", task.name, prompt))
     return found
 
 
@@ -225,12 +270,12 @@ def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
     }
 
 
-def _check_disk(config: TraceConfig, opened: OpenModel, missing: list[tuple[str, str, Prompt]]) -> str:
+def _check_disk(config: TraceConfig, opened: OpenModel, missing: list[Asked]) -> str:
     """What will be written, in words. Raises StoreError for what the disk cannot hold."""
     geometry = opened.geometry
     itemsize = STORED[config.store].itemsize
     heads = geometry.query_heads + 2 * geometry.kv_heads
-    tokens = sum(_length(prompt) for _, _, prompt in missing)
+    tokens = sum(_length(asked.prompt) for asked in missing)
     size = len(geometry.full_layers) * heads * geometry.head_dim * itemsize * tokens
     free = shutil.disk_usage(_existing(Path(config.out))).free
     told = f"{len(missing)} traces, {tokens} tokens, {size / 2**30:.2f} GiB; {free / 2**30:.1f} GiB free"

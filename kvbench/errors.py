@@ -6,7 +6,8 @@ KvbenchError
 │   └── DataNotFound   no source has the data
 ├── UnsupportedModel   the model does something the engine would get wrong
 ├── PluginError        a policy or task broke its contract, named
-└── StoreError         a run folder that cannot be used
+├── StoreError         a run folder that cannot be used
+└── WorkersLost        workers elsewhere die, and nobody is left to do the work
 
 Each message says what was asked, what is allowed and what to do.
 """
@@ -15,10 +16,21 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 
 class KvbenchError(Exception):
     """Base of all errors with a message meant for the user."""
+
+    def __reduce__(self) -> Any:
+        """Pickles as its class and message: it may come from a worker in another process."""
+        return _restored, (type(self), str(self))
+
+
+def _restored(kind: type[KvbenchError], message: str) -> KvbenchError:
+    error = kind.__new__(kind)
+    error.args = (message,)
+    return error
 
 
 class UnknownName(KvbenchError):
@@ -53,3 +65,7 @@ class PluginError(KvbenchError):
 
 class StoreError(KvbenchError):
     """A run folder that cannot be written, read or mixed with this command."""
+
+
+class WorkersLost(KvbenchError):
+    """Workers elsewhere die one after the other, or nobody is left to do the work."""

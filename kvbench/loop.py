@@ -193,7 +193,7 @@ def read_and_rank(
     needs_hidden = any(
         Need.HIDDEN_STATES in ranker.policy.needs for row in ranking.wanted for ranker in row
     )  # fmt: skip
-    recording = _recorded_hidden(lm.model, ranking.hidden) if needs_hidden else nullcontext()
+    recording = recorded_hidden(lm.model, ranking.hidden) if needs_hidden else nullcontext()
     with recording:
         started, scoring = time.perf_counter(), sum(ranking.seconds.values())
         read(lm, cache, ids, start, observer=_both(ranking.without_probes(), observer))
@@ -221,7 +221,7 @@ def rank_stored(cache: Cache, ranking: Ranking, modules: dict[int, tuple[Any, fl
 
 
 @contextmanager
-def _recorded_hidden(model: Any, into: dict[int, Tensor]) -> Iterator[None]:
+def recorded_hidden(model: Any, into: dict[int, Tensor]) -> Iterator[None]:
     """Record what each attention module receives, for the duration of one forward."""
 
     def hook(module: Any, args: Any, kwargs: Any) -> None:

@@ -81,6 +81,13 @@ def shown_data(data: bytes) -> str:
     return f"kvbench data sha256 {hashlib.sha256(data).hexdigest()}"
 
 
+def note_run(folder: Path, facts: Mapping[str, Any]) -> None:
+    """Add what only the end of an invocation knows to its entry in the manifest."""
+    manifest = read_manifest(folder)
+    manifest["runs"][-1] |= facts
+    _write(folder / MANIFEST, manifest)
+
+
 def _check_fixed(folder: Path, there: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     old, new = _leaves(there), _leaves(asked)
     names = [name for name in {**old, **new} if _show(old, name) != _show(new, name)]

@@ -26,12 +26,15 @@ def synchronise(devices: Iterable[torch.device]) -> None:
             torch.cuda.synchronize(device)
 
 
-def peak_bytes(devices: Iterable[torch.device] = ()) -> int:
+def peak_bytes(devices: Iterable[torch.device] | None = None) -> int:
     """The most memory in use since the start of the process, or since `reset_peak`.
 
-    Sum over the CUDA devices of what torch had allocated; without a CUDA device, the resident size of
-    this process, libraries and weights included.
+    devices: None is every CUDA device, if this process has used one. Sum over the CUDA devices of what
+    torch had allocated; without one, the resident size of this process, libraries and weights included.
     """
+    if devices is None:
+        count = torch.cuda.device_count() if torch.cuda.is_initialized() else 0
+        devices = [torch.device("cuda", index) for index in range(count)]
     cuda = [device for device in devices if device.type == "cuda"]
     if cuda:
         return sum(torch.cuda.max_memory_allocated(device) for device in cuda)

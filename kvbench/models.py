@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
 import socket
 from dataclasses import dataclass
@@ -89,15 +90,25 @@ class OpenModel:
     geometry: Geometry
 
     def load(self) -> LoadedModel:
-        """Read the weights, with our attention function, in eval mode and without gradients."""
+        """Read the weights, with our attention function, in eval mode and without gradients.
+
+        On another machine than the one that opened the model, its name is looked up again.
+        Raises BadInput for other files than those that were opened.
+        """
         import transformers
 
         from .attention import install
 
+        folder = self.folder if self.folder.is_dir() else _folder(self.name)[0]
+        if fingerprint_folder(folder) != self.sha256:
+            raise BadInput(
+                f"model '{self.name}' in {folder} on {platform.node()} is not the one that the run began "
+                "with (its fingerprint differs): give every machine the same files"
+            )
         install()
         with gguf.quiet_transformers():
             model = transformers.AutoModelForCausalLM.from_pretrained(
-                self.folder,
+                folder,
                 config=self.config,
                 dtype=self.dtype,
                 attn_implementation="kvbench",
@@ -117,17 +128,18 @@ class OpenModel:
         )
 
 
-def open_model(name: str, device: str = "auto", dtype: str = "auto") -> OpenModel:
+def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool = True) -> OpenModel:
     """Find a model's files and read configuration and tokenizer; no weights yet.
 
     device: auto is cuda where there is one, else cpu. dtype: auto is bfloat16 on cuda, float32 on cpu.
+    tried: whether the device must be usable here, in this process; it need not where workers compute.
     Code from the hub is never run. Raises as `check_model`, and UnsupportedModel.
     """
     import torch
     import transformers
 
     check_model(name)
-    where = _device(device)
+    where = _device(device) if tried else torch.device(device)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(dtype)
     if kind is None:
         kind = torch.bfloat16 if where.type == "cuda" else torch.float32

@@ -170,13 +170,14 @@ class Work:
         seed = self.config.seed if self.seeded else None
         return {"task": spec_of(self.plan.task), "seed": seed, "source": self.source}
 
-    def missing(self, done: set[str]) -> list[tuple[Sample, Prompt | str]]:
-        """Samples with at least one cell to compute."""
-        return [
-            (sample, prompt)
-            for sample, prompt in self.items
-            if any(self.key(cell, sample) not in done for cell in self.plan.all_cells)
-        ]
+    def missing(self, done: set[str]) -> list[tuple[Sample, Prompt | str, frozenset[str]]]:
+        """Samples with at least one row to compute, and the keys of those rows."""
+        found = []
+        for sample, prompt in self.items:
+            wanted = frozenset(self.key(cell, sample) for cell in self.plan.all_cells) - done
+            if wanted:
+                found.append((sample, prompt, wanted))
+        return found
 
     def configuration(self, cell: Cell) -> dict[str, Any]:
         """Everything that changes a cell's numbers, except the sample."""

@@ -68,6 +68,10 @@ class Registry:
         """The distribution or file that registers a name. Raises: UnknownName."""
         return self._place(name).where
 
+    def installed(self, name: str) -> bool:
+        """Whether other processes find a name, too: through an entry point. Raises: UnknownName."""
+        return self._place(name).entry is not None
+
     def get(self, name: str) -> type[Any]:
         """The class of a name, imported now.
 

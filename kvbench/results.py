@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 
 from .errors import StoreError
-from .manifest import MANIFEST, SCHEMA, prepare_manifest, read_manifest
+from .manifest import MANIFEST, SCHEMA, note_run, prepare_manifest, read_manifest
 from .metrics import restore
 
 __all__ = ["ROWS", "SCHEMA", "TORN", "Store", "check_writable", "read_manifest", "read_rows", "stored_rows"]
@@ -184,6 +184,15 @@ class Store:
                     "command again, finished samples are kept"
                 ) from error
             raise
+
+    def finish(self, facts: Mapping[str, Any]) -> None:
+        """Note in the manifest how this invocation went, once its rows are written. Raises: StoreError."""
+        try:
+            note_run(self.path, facts)
+        except OSError as error:
+            raise StoreError(
+                f"cannot write to {self.path} ({error.strerror}): free space; all rows are kept"
+            ) from error
 
     def close(self) -> None:
         """Release the folder; a second call does nothing."""

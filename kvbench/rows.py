@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from .config import FULL, IN_MANIFEST, Cell, fingerprint
@@ -20,18 +21,18 @@ NO_CONTEXT = (
 
 
 def sample_rows(
-    work: Work, lm: LoadedModel, sample: Sample, prompt: Prompt | str, done: set[str]
+    work: Work, lm: LoadedModel, sample: Sample, prompt: Prompt | str, wanted: Set[str]
 ) -> list[dict[str, Any]]:
-    """Evaluate a sample's missing cells and describe them as rows; a skipped sample gives its reason."""
+    """Evaluate the cells behind the wanted keys; a skipped sample gives its reason in each of its rows."""
     from .evaluate import Failure, evaluate
     from .observe import draw_key
 
-    missing = [cell for cell in work.plan.all_cells if work.key(cell, sample) not in done]
+    missing = _cells(work, sample, wanted)
     if isinstance(prompt, str):
         return [_known(work, cell, sample) | {"status": "skipped", "reason": prompt} for cell in missing]
-    wanted = {cell: work.plan.cells[cell] for cell in missing if cell in work.plan.cells}
+    evicted = {cell: work.plan.cells[cell] for cell in missing if cell in work.plan.cells}
     key = draw_key(work.config.seed, spec_of(work.plan.task), sample.id)
-    evaluated = evaluate(lm, sample, prompt, wanted, key, work.config.draft)
+    evaluated = evaluate(lm, sample, prompt, evicted, key, work.config.draft)
     found = {work.plan.full: evaluated.full, **evaluated.cells}
     rows = []
     for cell in missing:
@@ -43,6 +44,16 @@ def sample_rows(
         else:
             rows.append(row | _measured(work, cell, sample, measured, evaluated.full))
     return rows
+
+
+def failed_rows(work: Work, sample: Sample, wanted: Set[str], reason: str) -> list[dict[str, Any]]:
+    """The wanted rows of a sample that could not be computed."""
+    cells = _cells(work, sample, wanted)
+    return [_known(work, cell, sample) | {"status": "failed", "reason": reason} for cell in cells]
+
+
+def _cells(work: Work, sample: Sample, wanted: Set[str]) -> list[Cell]:
+    return [cell for cell in work.plan.all_cells if work.key(cell, sample) in wanted]
 
 
 def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:

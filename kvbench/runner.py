@@ -6,7 +6,9 @@ rows are all there never loads them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,17 +17,19 @@ import pandas as pd
 from .aggregate import aggregate
 from .config import FULL, RunConfig, fingerprint
 from .errors import BadInput
+from .executors import Executor, Local, Lost
 from .metrics import added
 from .plan import Work, check_data, check_fits, plan_task
 from .policy import Policy
 from .progress import progress as progress_bar
 from .registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
 from .results import Store, check_writable, read_rows
-from .rows import sample_rows
-from .task import Task
+from .rows import failed_rows, sample_rows
+from .task import Sample, Task
 
 if TYPE_CHECKING:
-    from .models import OpenModel
+    from .models import LoadedModel, OpenModel
+    from .prompt import Prompt
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,8 @@ class RunResult:
     """What a run gives back.
 
     rows: one line per (cell, sample). table: aggregates with intervals. path: the run folder.
-    notes: what a reader of the numbers must know. failed: rows whose policy broke its contract.
+    notes: what a reader of the numbers must know. failed: rows whose policy broke its contract,
+    or whose workers died. peak: the most bytes in use while this call computed, 0 where it did not.
     """
 
     rows: pd.DataFrame
@@ -41,20 +46,37 @@ class RunResult:
     path: Path
     notes: list[str] = field(default_factory=list)
     failed: int = 0
+    peak: int = 0
 
 
-def run(config: RunConfig, progress: bool = True) -> RunResult:
+@dataclass(frozen=True)
+class Job:
+    """One sample to evaluate. task: its place among the tasks. wanted: keys of the rows to compute."""
+
+    task: int
+    sample: Sample
+    prompt: Prompt | str
+    wanted: frozenset[str]
+
+
+def run(config: RunConfig, progress: bool = True, executor: Executor | None = None) -> RunResult:
     """Evaluate every policy x budget of a configuration and return rows and aggregates.
 
-    Rows already in the run folder are not computed again. progress: show a bar on stderr.
-    Raises KvbenchError for anything that cannot be run, before the weights load.
+    Rows already in the run folder are not computed again. progress: show a bar on stderr. executor:
+    who computes; None is this process. Raises KvbenchError for anything that cannot be run, before the
+    weights load.
     """
+    with executor or Local() as executor:
+        return _run(config, progress, executor)
+
+
+def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
     tasks = [TASKS.parse(spec) for spec in expand_tasks(config.tasks)]
     path = _early_checks(config, tasks)
     policies = [POLICIES.parse(spec) for spec in expand_policies(config.policies)]
-    from .models import open_model
-
-    opened = open_model(config.model, config.device, config.dtype)
+    executor.check("policy", [policy.name for policy in policies])
+    executor.check("task", [task.name for task in tasks])
+    opened = executor.open(config.model, config.device, config.dtype)
     policies, left_out = _fitting(config, policies, opened)
     work = [
         Work.build(one, plan_task(one, task, policies), opened)
@@ -75,16 +97,41 @@ def run(config: RunConfig, progress: bool = True) -> RunResult:
         "metrics": added(),
     }
     with Store.open(path, fixed, extra, config.as_dict()) as store:
-        missing = sum(len(item.missing(store.done)) for item in work)
-        if missing:
-            lm = opened.load()
-            with progress_bar(progress, missing, "samples") as advance:
-                for item in work:
-                    for sample, prompt in item.missing(store.done):
-                        store.append(sample_rows(item, lm, sample, prompt, store.done))
-                        advance(item.plan.task.name)
+        jobs = [Job(index, *found) for index, item in enumerate(work) for found in item.missing(store.done)]
+        if jobs:
+            with progress_bar(progress, len(jobs), "samples") as advance:
+                _compute(work, jobs, opened, executor, store, advance)
+            store.finish({**executor.facts(), "peak_bytes": executor.peak})
         notes = [*_sources(work), *left_out, *store.notes]
-    return _result(path, work, notes)
+    return _result(path, work, notes, executor.peak)
+
+
+def _compute(
+    work: list[Work],
+    jobs: list[Job],
+    opened: OpenModel,
+    executor: Executor,
+    store: Store,
+    advance: Callable[[str], None],
+) -> None:
+    """Compute and store the rows of every job, as they come."""
+    plans = [replace(item, items=[]) for item in work]  # samples travel in the jobs
+    for index, rows in executor.compute(opened.load, partial(_rows_of, plans), jobs):
+        job = jobs[index]
+        item = work[job.task]
+        if isinstance(rows, Lost):
+            rows = failed_rows(item, job.sample, job.wanted, rows.reason)
+        elif {row["key"] for row in rows} != job.wanted:
+            raise BadInput(
+                f"a worker computed sample '{job.sample.id}' with other weights or another kvbench: give "
+                "every machine the same files and the same version"
+            )
+        store.append(rows)
+        advance(item.plan.task.name)
+
+
+def _rows_of(plans: list[Work], lm: LoadedModel, job: Job) -> list[dict[str, Any]]:
+    return sample_rows(plans[job.task], lm, job.sample, job.prompt, job.wanted)
 
 
 def _fitting(config: RunConfig, policies: list[Policy], opened: OpenModel) -> tuple[list[Policy], list[str]]:
@@ -147,7 +194,7 @@ def _sources(work: list[Work]) -> list[str]:
     return [f"data of {', '.join(names)}: {source}" for source, names in tasks.items()]
 
 
-def _result(path: Path, work: list[Work], notes: list[str]) -> RunResult:
+def _result(path: Path, work: list[Work], notes: list[str], peak: int) -> RunResult:
     """Rows and aggregates of this configuration; other rows of the folder stay out."""
     rows = read_rows(path)
     keys = set().union(*(item.keys() for item in work))
@@ -163,7 +210,7 @@ def _result(path: Path, work: list[Work], notes: list[str]) -> RunResult:
             f"{sliding} of {geometry.layers} layers have a sliding window and are never evicted; "
             "budgets apply to the others"
         )
-    return RunResult(rows, aggregate(rows), path, notes, len(failed))
+    return RunResult(rows, aggregate(rows), path, notes, len(failed), peak)
 
 
 def _sample_notes(rows: pd.DataFrame) -> list[str]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -17,10 +17,12 @@ from torch import Tensor
 from .attention import Layer
 from .cache import Cache
 from .errors import PluginError
-from .flops import counted_flops
-from .loop import Ranker, Ranking, Target, evict, read, read_and_rank
+from .flops import counted_flops, prefill_flops
+from .loop import Ranker, Ranking, Target, evict, read, recorded_hidden
 from .memory import can_reset, devices_of, peak_bytes, reset_peak, synchronise
 from .models import LoadedModel
+from .policy import Need
+from .probe import probe_tokens, read_embedded, validated_probe
 from .rank import rank
 from .score import validated_score
 
@@ -97,43 +99,50 @@ class Passed:
     policies: dict[Ranker, Stages]
 
 
-class _Timed(Ranking):
-    """Ranks every layer for every policy, each stage by the clock; the forward's own time is `prefill`."""
+class _Timed:
+    """Observer that scores and ranks every layer for every policy, each stage by the clock.
 
-    def __init__(self, lm: LoadedModel, rankers: list[Ranker], seen: int, clock: Clock) -> None:
-        super().__init__(lm, [rankers], key=0, seen=seen)
+    forward: the time of the pass without its policies.
+    """
+
+    def __init__(self, clock: Clock, ranking: Ranking, stages: dict[Ranker, Stages]) -> None:
         self.clock = clock
-        self.stages = {ranker: Stages() for ranker in rankers}
-        self.prefill = Span()
+        self.ranking = ranking
+        self.stages = stages
+        self.forward = Span()
         self.since = clock.start()
 
     def __call__(self, layer: Layer) -> None:
-        if layer.index not in self.lm.geometry.full_layers:
+        if layer.index not in self.ranking.lm.geometry.full_layers:
             return
-        self.prefill.add(self.clock.stop(self.since))
+        self.forward.add(self.clock.stop(self.since))
         for ranker, stages in self.stages.items():
             if not stages.failed:
                 self._time(layer, ranker, stages)
         self.since = self.clock.start()
 
+    def end(self) -> None:
+        """The pass is over."""
+        self.forward.add(self.clock.stop(self.since))
+
     def _time(self, layer: Layer, ranker: Ranker, stages: Stages) -> None:
-        seen = self.observation(layer, 0)
+        seen = self.ranking.observation(layer, 0)
         span = Span()
         try:
             with self.clock.timed(span):
                 score = validated_score(ranker.policy, seen)
         except PluginError as error:
-            stages.failed = self.failed[0, ranker] = str(error)
+            stages.failed = str(error)
             return
         stages.score.append(span.seconds)
         stages.scoring.add(span)
         with self.clock.timed(stages.rank):
             order = rank(score, seen.positions, ranker.pins, seen.seen)[0]
-        self.orders.setdefault((0, ranker), []).append(order)
+        self.ranking.orders.setdefault((0, ranker), []).append(order)
         if len(stages.score) == 1:
             again = replace(seen, _shared={})
             one = counted_flops(lambda: validated_score(ranker.policy, again))
-            stages.score_flops = one * len(self.lm.geometry.full_layers)
+            stages.score_flops = one * len(self.ranking.lm.geometry.full_layers)
 
 
 @torch.inference_mode()
@@ -144,20 +153,46 @@ def run_stages(lm: LoadedModel, ids: Tensor, rankers: list[Ranker], budget: int,
     """
     clock = Clock(devices_of(lm.model))
     n = ids.shape[0]
-    cache = Cache.empty(lm.geometry.layers, n + new_tokens)
-    timed = _Timed(lm, rankers, n, clock)
-    read_and_rank(lm, cache, ids, 0, timed)
-    timed.prefill.add(clock.stop(timed.since))
-    done = Passed(timed.prefill, Stages(), timed.stages)
+    extra = max([new_tokens, *(probe_tokens(ranker.policy) for ranker in rankers)])
+    cache = Cache.empty(lm.geometry.layers, n + extra)
+    ranking = Ranking(lm, [rankers], key=0, seen=n)
+    plain = {ranker: Stages() for ranker in rankers if Need.PROBE not in ranker.policy.needs}
+    timed = _Timed(clock, ranking, plain)
+    hidden = any(Need.HIDDEN_STATES in ranker.policy.needs for ranker in rankers)
+    with recorded_hidden(lm.model, ranking.hidden) if hidden else nullcontext():
+        read(lm, cache, ids, 0, observer=timed)
+    timed.end()
+    probed = {ranker: Stages() for ranker in rankers if ranker not in plain}
+    for ranker, stages in probed.items():
+        _probe(clock, cache, replace(ranking, new=n), ranker, stages)
+    done = Passed(timed.forward, Stages(), {ranker: (plain | probed)[ranker] for ranker in rankers})
     _decode(lm, clock, cache, done.full, n, new_tokens)
-    for ranker, stages in timed.stages.items():
+    for ranker, stages in done.policies.items():
         if stages.failed:
             continue
         with clock.timed(stages.compact):
-            compacted, _ = evict(lm, cache, [Target(ranker, budget)], [0], timed, new_tokens)
+            compacted, _ = evict(lm, cache, [Target(ranker, budget)], [0], ranking, new_tokens)
         _decode(lm, clock, compacted, stages, n, new_tokens)
         del compacted
     return done
+
+
+def _probe(clock: Clock, cache: Cache, ranking: Ranking, ranker: Ranker, stages: Stages) -> None:
+    """Score for a policy with extra tokens: reading them is a part of its scoring, shared by all layers."""
+    lm, n = ranking.lm, ranking.seen
+    try:
+        tokens = validated_probe(ranker.policy, lm, n)
+    except PluginError as error:
+        stages.failed = str(error)
+        return
+    mark = cache.mark()
+    timed = _Timed(clock, replace(ranking, probed=len(tokens)), {ranker: stages})
+    read_embedded(lm, cache, tokens, n, timed)
+    timed.end()
+    cache.rewind(mark)
+    stages.scoring.add(timed.forward)
+    stages.score = [seconds + timed.forward.seconds / len(stages.score) for seconds in stages.score]
+    stages.score_flops += prefill_flops(lm, n + len(tokens)) - prefill_flops(lm, n)
 
 
 def _decode(lm: LoadedModel, clock: Clock, cache: Cache, stages: Stages, n: int, new_tokens: int) -> None:

@@ -38,7 +38,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[RunConfig]:
     """The runner, replaced by one that answers with stored rows; gives the configurations it got."""
     got: list[RunConfig] = []
 
-    def run(config: RunConfig, progress: bool = True) -> runner.RunResult:
+    def run(config: RunConfig, progress: bool = True, executor: Any = None) -> runner.RunResult:
         got.append(config)
         rows = read_rows(folder)
         return runner.RunResult(rows, aggregate(rows), folder, ["remember this"], failed=config.seed)
@@ -87,7 +87,7 @@ def test_a_run_with_failed_rows_does_not_exit_green() -> None:
 
 
 def test_an_interrupted_run_says_what_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def stop(config: RunConfig) -> None:
+    def stop(config: RunConfig, executor: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", stop)

@@ -13,15 +13,18 @@ from typer.testing import CliRunner
 
 from kvbench import cli, speed, stages
 from kvbench.cache import Cache
+from kvbench.config import Cell
 from kvbench.errors import BadInput, StoreError
 from kvbench.flops import counted_flops, prefill_flops
-from kvbench.loop import read
+from kvbench.loop import Ranker, read
 from kvbench.models import LoadedModel
+from kvbench.policy import Pins
 from kvbench.speed import SpeedConfig
 from kvbench.speed_report import tables
 from kvbench.stages import run_stages
 from tests.laws import toy
 from tests.laws.lab import SPECS, cells_of, prompt_of, ranker_of, try_out
+from tests.laws.test_probe import Peek
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, SLIDING_WINDOW, tiny_loaded
 
 TIMES = {"prefill_s", "score_s", "rank_s", "compact_s", "decode_rate", "peak_bytes"}
@@ -60,6 +63,8 @@ def test_it_keeps_what_a_run_keeps() -> None:
     lm = tiny_loaded("llama")
     specs = [spec for spec in SPECS if not spec.startswith("oracle")]
     cells = cells_of(specs, (33,))
+    peek = Ranker(Peek(), Pins())  # reads extra tokens
+    cells[Cell("peek", (), 33, Pins(), "prefill", None)] = peek
     expected = try_out(lm, prompt, cells)
     kept = {}
     original = stages.evict
@@ -69,12 +74,14 @@ def test_it_keeps_what_a_run_keeps() -> None:
         kept[targets[0].ranker] = [compacted.buckets[0].view(layer)[2][0].clone() for layer in range(LAYERS)]
         return compacted, rows
 
-    rankers = [ranker_of(spec) for spec in specs if spec != "random"]  # its draws have a key of their own
+    rankers = [peek, *(ranker_of(spec) for spec in specs if spec != "random")]  # its draws have their own key
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "evict", spy)
         passed = run_stages(lm, torch.tensor(prompt.context), rankers, 33, 2)
     assert not any(found.failed for found in passed.policies.values())
     assert len(kept) == len(rankers) > 5
+    assert passed.policies[peek].score_flops > 0
+    assert sum(passed.policies[peek].score) == pytest.approx(passed.policies[peek].scoring.seconds)
     for cell, ranker in cells.items():
         if ranker in kept:
             assert all(torch.equal(a, b) for a, b in zip(kept[ranker], expected.kept(cell), strict=True))

@@ -1,0 +1,160 @@
+"""Workers of a local Ray: the rows of a run in one process, whoever dies."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvbench
+from kvbench.collect import collect
+from kvbench.errors import BadInput, UnknownName, WorkersLost
+from kvbench.executors import Lost
+from kvbench.results import Store, read_manifest
+from tests.laws.runs import by_key, lines
+from tests.scale import jobs
+from tests.scale.test_executors import stored, trace_config
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
+
+if importlib.util.find_spec("ray") is not None:
+    from kvbench import executor_ray
+    from kvbench.executor_ray import RayExecutor, _size
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """A Ray of two cores for all tests of this file: starting one takes seconds."""
+    import ray
+
+    from kvbench.executor_ray import QUIET
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in QUIET.items():
+            patch.setenv(name, value)
+        ray.init(address="local", num_cpus=2, log_to_driver=False, logging_level=logging.ERROR)
+        yield
+        ray.shutdown()
+
+
+@pytest.fixture
+def two_tries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every death costs a start of a process; two of them show what three do."""
+    monkeypatch.setattr(executor_ray, "TRIES", 2)
+
+
+def config(model: str, out: Path, **changes: Any) -> kvbench.RunConfig:
+    given: dict[str, Any] = {
+        "policies": ("knorm", "random", "tova"),
+        "tasks": ("ppl/text:length=96,continuation=16",),
+    }
+    given |= {"budgets": (8, 40), "limit": 6, "model": model, "device": "cpu", "out": str(out)}
+    return kvbench.RunConfig(**(given | changes))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_rows_are_those_of_one_process(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two workers, one of which is killed while it works; then more samples are added."""
+    local = kvbench.run(config(folder, tmp_path / "local"), progress=False)
+    executor = RayExecutor(workers=2)
+    append, killed = Store.append, []
+
+    def deadly(self: Store, rows: Any) -> None:
+        append(self, rows)
+        if len(killed) < 1:
+            killed.append(next(iter(executor.pids.values())))
+            os.kill(killed[0], signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "append", deadly)
+        first = kvbench.run(config(folder, tmp_path / "ray", limit=4), progress=False, executor=executor)
+    assert killed
+    assert first.failed == 0
+    again = kvbench.run(config(folder, tmp_path / "ray"), progress=False, executor=RayExecutor(workers=1))
+    assert again.failed == 0
+    assert by_key(lines(tmp_path / "ray")) == by_key(lines(tmp_path / "local"))
+    columns = ["policy", "budget", "metric", "mean", "lo", "hi", "n"]
+    measured = [
+        result.table[~result.table["metric"].str.endswith("_s")][columns].reset_index(drop=True)
+        for result in (local, again)
+    ]
+    assert measured[0].equals(measured[1])
+    run = read_manifest(tmp_path / "ray")["runs"][0]
+    assert (run["executor"], run["workers"], run["threads"]) == ("ray", 2, 1)
+    assert run["peak_bytes"] == first.peak > 50 * 2**20
+    assert read_manifest(tmp_path / "ray")["fixed"] == read_manifest(tmp_path / "local")["fixed"]
+
+
+@pytest.mark.usefixtures("cluster")
+def test_traces_are_those_of_one_process(folder: str, tmp_path: Path) -> None:
+    collect(trace_config(folder, tmp_path / "local", 5), progress=False)
+    collect(trace_config(folder, tmp_path / "ray", 5), progress=False, executor=RayExecutor(workers=1))
+    assert stored(tmp_path / "ray") == stored(tmp_path / "local")
+
+
+@pytest.mark.usefixtures("cluster", "two_tries")
+def test_who_dies_once_is_tried_again_and_who_kills_is_given_up(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    work = [0, 1, 2, 3, tmp_path / "once", 5]
+    found = dict(RayExecutor(workers=2).compute(jobs.hold, jobs.deadly, work))
+    lost = found.pop(3)
+    assert isinstance(lost, Lost)
+    assert "died 2 times" in lost.reason
+    assert found == {0: 0, 1: 2, 2: 4, 4: "once", 5: 10}
+    told = capfd.readouterr()
+    assert "worker" not in told.out + told.err  # Ray's own page about a death
+
+
+@pytest.mark.usefixtures("cluster", "two_tries")
+def test_workers_that_die_at_the_start_end_the_work() -> None:
+    with pytest.raises(WorkersLost, match="loaded the model"):
+        list(RayExecutor(workers=1).compute(jobs.die_at_start, jobs.double, [1, 2]))
+
+
+@pytest.mark.usefixtures("cluster")
+def test_errors_come_back_as_they_are() -> None:
+    with pytest.raises(UnknownName, match="unknown thing 'x'"):
+        list(RayExecutor(workers=1).compute(jobs.hold, jobs.refuse, [1]))
+
+
+def node(cores: float, gpus: float = 0) -> dict[str, Any]:
+    return {"Alive": True, "Resources": {"CPU": cores} | ({"GPU": gpus} if gpus else {})}
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "gpus", "threads", "expected"),
+    [
+        ([node(8)], None, 0, "", (1, 8)),
+        ([node(8)], 3, 0, "", (3, 2)),
+        ([node(8), node(4), node(0)], None, 0, "", (2, 4)),
+        ([node(8)], 2, 0, "1", (2, 1)),
+        ([node(16, 4), node(16, 4)], None, 1, "", (8, 4)),
+    ],
+)
+def test_threads_share_the_cores(
+    nodes: list[dict[str, Any]], workers: int | None, gpus: int, threads: str, expected: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("OMP_NUM_THREADS", threads)
+    assert _size(nodes, workers, gpus) == expected
+
+
+def test_more_workers_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    for threads in ("", "4"):
+        monkeypatch.setenv("OMP_NUM_THREADS", threads)
+        with pytest.raises(BadInput, match="only 2 cores"):
+            _size([node(2)], 3, 0)
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_gpu_that_nobody_has(folder: str) -> None:
+    with pytest.raises(BadInput, match="no machine of the Ray cluster"):
+        RayExecutor().open(folder, "cuda", "auto")
+    assert RayExecutor().open(folder, "auto", "auto").device.type == "cpu"
