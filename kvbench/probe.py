@@ -18,6 +18,7 @@ from .cache import Cache
 from .errors import BadInput, KvbenchError, PluginError
 from .observe import Probed
 from .policy import Need, Policy
+from .score import reason
 
 if TYPE_CHECKING:
     from .loop import Ranker, Ranking
@@ -72,8 +73,8 @@ def _asked(lm: LoadedModel, ranking: Ranking) -> list[_Asked]:
                 continue
             try:
                 tokens = validated_probe(ranker.policy, lm, ranking.seen)
-            except PluginError as error:
-                ranking.failed[row, ranker] = str(error)
+            except KvbenchError as error:
+                ranking.failed[row, ranker] = reason(ranker.policy, error)
                 continue
             same = next((one for one in found if torch.equal(one.tokens, tokens)), None)
             if same is None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
 from .config import FULL, IN_MANIFEST, Cell, fingerprint
+from .errors import PluginError
 from .registry import spec_of
-from .task import Sample
+from .task import Sample, guarded
 
 if TYPE_CHECKING:
     from .evaluate import Measurement
@@ -41,8 +43,11 @@ def sample_rows(
         measured = found[cell]
         if isinstance(measured, Failure):
             rows.append(row | {"status": "failed", "reason": measured.reason})
-        else:
+            continue
+        try:
             rows.append(row | _measured(work, cell, sample, measured, evaluated.full))
+        except PluginError as error:
+            rows.append(row | {"status": "failed", "reason": str(error)})
     return rows
 
 
@@ -104,9 +109,11 @@ def _notes(work: Work, cell: Cell, sample: Sample) -> list[str]:
 def _measured(
     work: Work, cell: Cell, sample: Sample, measured: Measurement, full: Measurement
 ) -> dict[str, Any]:
-    """The measured part of a row."""
-    outcome = measured.outcome
-    metrics: dict[str, float] = dict(work.plan.task.score(sample, outcome.answer))
+    """The measured part of a row. Raises: PluginError for a task's scoring that fails, or is no number."""
+    outcome, task = measured.outcome, work.plan.task
+    metrics: dict[str, float] = guarded(
+        task, f"to score sample {sample.id!r}", lambda: dict(task.score(sample, outcome.answer))
+    )
     metrics |= {"nll": outcome.nll, "nll_tokens": outcome.nll_tokens, "kv_bytes": measured.kv_bytes}
     if cell.budget is not None:
         if sample.choices or sample.max_new_tokens:
@@ -116,6 +123,12 @@ def _measured(
             metrics["kl"] = outcome.kl
         if measured.eviction_cost is not None:
             metrics["eviction_cost"] = measured.eviction_cost
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise PluginError(
+                f"task '{task.name}', sample {sample.id!r}: {name} is {value!r}; every metric must be a "
+                "finite number"
+            )
     chosen = outcome.answer.loglikelihoods and sample.choices[int(outcome.answer.label)].strip()
     return {
         "kept": measured.kept,

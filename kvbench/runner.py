@@ -18,6 +18,7 @@ from .aggregate import aggregate
 from .config import FULL, RunConfig, fingerprint
 from .errors import BadInput
 from .executors import Executor, Local, Lost
+from .interrupt import deferred_interrupt
 from .metrics import added
 from .plan import Work, check_data, check_fits, plan_task
 from .policy import Policy
@@ -116,18 +117,20 @@ def _compute(
 ) -> None:
     """Compute and store the rows of every job, as they come."""
     plans = [replace(item, items=[]) for item in work]  # samples travel in the jobs
-    for index, rows in executor.compute(opened.load, partial(_rows_of, plans), jobs):
-        job = jobs[index]
-        item = work[job.task]
-        if isinstance(rows, Lost):
-            rows = failed_rows(item, job.sample, job.wanted, rows.reason)
-        elif {row["key"] for row in rows} != job.wanted:
-            raise BadInput(
-                f"a worker computed sample '{job.sample.id}' with other weights or another kvbench: give "
-                "every machine the same files and the same version"
-            )
-        store.append(rows)
-        advance(item.plan.task.name)
+    with deferred_interrupt() as interrupt:
+        found = executor.compute(opened.load, partial(_rows_of, plans), jobs)
+        for index, rows in interrupt.between(found):
+            job = jobs[index]
+            item = work[job.task]
+            if isinstance(rows, Lost):
+                rows = failed_rows(item, job.sample, job.wanted, rows.reason)
+            elif {row["key"] for row in rows} != job.wanted:
+                raise BadInput(
+                    f"a worker computed sample '{job.sample.id}' with other weights or another kvbench: give "
+                    "every machine the same files and the same version"
+                )
+            store.append(rows)
+            advance(item.plan.task.name)
 
 
 def _rows_of(plans: list[Work], lm: LoadedModel, job: Job) -> list[dict[str, Any]]:

@@ -41,6 +41,11 @@ def score_seeing(policy: Policy, seen: Observation, needs: Set[Need]) -> Tensor:
     return score
 
 
+def reason(policy: Policy, error: KvbenchError) -> str:
+    """Why the rows of a policy failed: it names the policy, whatever was raised."""
+    return str(error) if isinstance(error, PluginError) else f"policy '{policy.name}': {error}"
+
+
 def _fault(score: object, seen: Observation) -> str:
     """What is wrong with a score, in words; "" when nothing is."""
     if not isinstance(score, Tensor):

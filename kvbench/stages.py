@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention import Layer
 from .cache import Cache
-from .errors import PluginError
+from .errors import KvbenchError
 from .flops import counted_flops, prefill_flops
 from .loop import Ranker, Ranking, Target, evict, read, recorded_hidden
 from .memory import can_reset, devices_of, peak_bytes, reset_peak, synchronise
@@ -24,7 +24,7 @@ from .models import LoadedModel
 from .policy import Need
 from .probe import probe_tokens, read_embedded, validated_probe
 from .rank import rank
-from .score import validated_score
+from .score import reason, validated_score
 
 
 @dataclass
@@ -131,8 +131,8 @@ class _Timed:
         try:
             with self.clock.timed(span):
                 score = validated_score(ranker.policy, seen)
-        except PluginError as error:
-            stages.failed = str(error)
+        except KvbenchError as error:
+            stages.failed = reason(ranker.policy, error)
             return
         stages.score.append(span.seconds)
         stages.scoring.add(span)
@@ -182,8 +182,8 @@ def _probe(clock: Clock, cache: Cache, ranking: Ranking, ranker: Ranker, stages:
     lm, n = ranking.lm, ranking.seen
     try:
         tokens = validated_probe(ranker.policy, lm, n)
-    except PluginError as error:
-        stages.failed = str(error)
+    except KvbenchError as error:
+        stages.failed = reason(ranker.policy, error)
         return
     mark = cache.mark()
     timed = _Timed(clock, replace(ranking, probed=len(tokens)), {ranker: stages})

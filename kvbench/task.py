@@ -5,7 +5,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
+
+from .errors import KvbenchError, PluginError
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -105,6 +109,16 @@ class Samples:
     sha256: str
     seeded: bool = False
     metric: str = ""
+
+
+def guarded(task: Task, doing: str, call: Callable[[], Result]) -> Result:
+    """What a task's own code gives. Raises: PluginError that names the task when that code fails."""
+    try:
+        return call()
+    except KvbenchError:
+        raise
+    except Exception as error:
+        raise PluginError(f"task '{task.name}' failed {doing}: {type(error).__name__}: {error}") from error
 
 
 class Task(ABC):

@@ -76,8 +76,11 @@ class Trace:
 
 @lru_cache(maxsize=512)
 def _opened(path: str, changed: int) -> Any:
-    """A memory-mapped file, opened again when it has changed."""
-    return safe_open(path, framework="pt")
+    """A memory-mapped file, opened again when it has changed. Raises: StoreError when it is damaged."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise StoreError(f"{path} is damaged or cut off ({error}): make the traces again") from error
 
 
 class TraceSet:

@@ -199,7 +199,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
         raise RuntimeError("out of disk")
 
     monkeypatch.setattr(gguf, "_convert", convert)
-    with pytest.raises(RuntimeError, match="out of disk"):
+    with pytest.raises(BadInput, match=r"model.gguf could not be converted .*out of disk.*--force-reinstall"):
         gguf.converted(gguf.Packaged(source, "version"))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
