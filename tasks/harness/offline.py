@@ -26,6 +26,7 @@ from .config import SPLITS, Config, evaluated_split, fewshot_split
 
 Render = Callable[[list[dict[str, str]]], str]  # turns -> text, with the model's turn open
 FEWSHOT_SEED = 1234  # lm-eval's own default
+NO_SYSTEM = "the chat template takes no system turn: lm-eval leaves the description out"
 OURS = {"acc": "accuracy"}  # one word for one thing; every other metric keeps lm-eval's name
 
 
@@ -77,18 +78,18 @@ class Offline(ConfigurableTask):
         Ask in order: lm-eval draws few-shot examples from one stream of random numbers.
         Raises BadInput naming the row when lm-eval cannot render it.
         """
-        notes: list[str] = []
-        before: list[str] = []
+        shown: list[list[dict[str, str]]] = []  # the turns that were rendered
 
         def template(turns: list[dict[str, str]], **_: Any) -> str:
-            before.append(split("".join(turn["content"] for turn in turns))[0])
             try:
-                return in_turns(turns, render)
+                text = in_turns(turns, render)
             except BadInput:
                 if turns[0]["role"] != "system":
                     raise
-            notes.append("the chat template takes no system turn: lm-eval leaves the description out")
-            return in_turns(turns[1:], render)
+                turns = turns[1:]
+                text = in_turns(turns, render)
+            shown.append(turns)
+            return text
 
         self.asked = doc
         try:
@@ -101,7 +102,7 @@ class Offline(ConfigurableTask):
                 gen_prefix=self.doc_to_prefix(doc),
             )
             context, question = split(text)
-            bare = not (before[0] if chat else context)
+            bare = not (split("".join(turn["content"] for turn in shown[0]))[0] if chat else context)
             about = (self.config.task, index, self.config.repeats)
             made = self.construct_requests(
                 doc, context + question, metadata=about, apply_chat_template=chat
@@ -112,7 +113,9 @@ class Offline(ConfigurableTask):
         finally:
             self.asked = None
         requests = made if isinstance(made, list) else [made]
-        return Prompt(context, question, requests, gold, bare, "; ".join(notes))
+        described = bool(self.resolve_field(dict(doc), self.config.description))
+        left_out = chat and described and shown[0][0]["role"] != "system"
+        return Prompt(context, question, requests, gold, bare, NO_SYSTEM if left_out else "")
 
     def grade(self, requests: list[Instance], answer: Answer) -> dict[str, float]:
         """lm-eval's filters and metrics of one answer; only metrics that are means over samples.

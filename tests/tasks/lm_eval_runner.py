@@ -6,8 +6,6 @@ and computes its metrics. Only the download is replaced.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -54,17 +52,11 @@ def official(file: str, rows: list[Row], shots: int = 0, examples: list[Row] | N
     return Local(config={**config, "num_fewshot": shots})
 
 
-@contextlib.contextmanager
-def no_bars() -> Iterator[None]:
-    datasets.disable_progress_bars()
-    yield
-    datasets.enable_progress_bars()
-
-
 def theirs(lm: LoadedModel, model: Any, task: Any, chat: bool = False, max_new: int = 16) -> Any:
     """(samples as lm-eval logs them, by document; aggregated results)."""
     runner = HFLM(pretrained=model, tokenizer=lm.tokenizer, batch_size=1, max_length=lm.geometry.max_length)
     name = task.config.task
+    task.set_fewshot_seed(1234)  # what simple_evaluate does before it comes here
     if task.OUTPUT_TYPE == "generate_until":
         task.config.generation_kwargs["max_gen_toks"] = max_new
     found = evaluate(
