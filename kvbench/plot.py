@@ -71,7 +71,7 @@ def plot(
             part = lines[(lines["metric"] == item) & (lines["n"] > 0)]
             if len(part):
                 base = Path(out) if out is not None else home(several[0]) / "figures"
-                files += save(figure(part, setting, looks), base, f"{name}-{item}", part)
+                files += save(figure(part, setting, looks), base, f"{name}-{file_name(item)}", part)
     if not files:
         raise StoreError(f"no usable rows in {several[0]}: `kvbench table` shows what was skipped or failed")
     return files

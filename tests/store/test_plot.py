@@ -12,8 +12,10 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
+from kvbench import metrics
 from kvbench.aggregate import aggregate
 from kvbench.errors import UnknownName
+from kvbench.metrics import METRICS, Metric
 from kvbench.panels import panels
 from kvbench.plot import figure, plot
 from kvbench.results import Store, read_rows
@@ -95,6 +97,22 @@ def test_settings_of_one_task_get_a_figure_each(tmp_path: Path) -> None:
         store.append(rows)
     names = [file.name for file in plot(tmp_path, "accuracy")]
     assert names[::3] == ["boolq-question=seen-accuracy.png", "boolq-question=withheld-accuracy.png"]
+
+
+def test_a_stored_metric_keeps_its_unit_and_its_name_becomes_a_file(tmp_path: Path) -> None:
+    """lm-eval's metrics of several filters have a slash; their task is not loaded here."""
+    name = "exact/strict"
+    told = {"name": name, "unit": "0..1", "description": "d", "better": "lower", "limits": [0.0, 1.0]}
+    with Store.open(tmp_path, {}, {"metrics": {name: told}}) as store:
+        store.append([row("knorm", 64, metrics={name: 0.5}), row("full", None, metrics={name: 0.2})])
+    assert name not in METRICS
+    try:
+        rows = read_rows(tmp_path)
+        assert METRICS[name] == Metric(name, "0..1", "d", "lower")
+        assert (metrics.added()[name]["limits"], aggregate(rows, [name])["unit"][0]) == ((0.0, 1.0), "0..1")
+        assert plot(tmp_path, name)[0].name == "boolq-exact_strict.png"
+    finally:
+        metrics._known.pop(name, None)
 
 
 @pytest.mark.parametrize("budgets", [(), (64,), (64, 66, 512)])

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import kvbench
 from kvbench import data
 from kvbench.errors import BadInput, UnknownName
 from kvbench.metrics import METRICS
@@ -18,7 +19,7 @@ from kvbench.registry import TASKS, expand_tasks, spec_of, split_specs
 from kvbench.task import Answer, Sample, Samples, Setting
 from kvbench.tasks.harness.border import BEFORE, MARK, WHOLE, in_turns, marked, split
 from kvbench.tasks.harness.config import find, path_of, read
-from tests.tiny import CHAT, tiny_tokenizer
+from tests.tiny import CHAT, tiny_model, tiny_tokenizer
 
 ARC = {
     "question": "Which gas is in the air?",
@@ -392,3 +393,31 @@ def test_listing_and_checking_import_nothing_heavy(tmp_path: Path) -> None:
         "sys.exit(any(name in sys.modules for name in ('lm_eval', 'torch', 'transformers', 'datasets')))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == 0
+
+
+def test_rows_say_what_was_cut_and_what_could_not_be_evicted(tmp_path: Path) -> None:
+    pytest.importorskip("rouge", reason="lm-eval[longbench] is not installed")
+    tiny_model("llama", "sdpa").save_pretrained(tmp_path / "model")
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+    rows = {
+        "arc_challenge": [ARC],
+        "gov_report:max_tokens=900": [REPORT, {**REPORT, "context": "one two " * 99}],
+    }
+    for index, (task, data_rows) in enumerate(rows.items()):
+        path = tmp_path / f"{index}.jsonl"
+        path.write_text("\n".join(map(json.dumps, data_rows)))
+        config = kvbench.RunConfig(
+            ("knorm",), (task,), (8,), str(tmp_path / "model"), question="withheld", data=str(path),
+            out=str(tmp_path / f"run{index}"),
+        )  # fmt: skip
+        result = kvbench.run(config, progress=False)
+        found = result.rows[result.rows["policy"] == "knorm"]
+        if index:
+            assert found["cut_tokens"].tolist()[0] == 0
+            assert found["cut_tokens"].tolist()[1] > 100
+            assert found["note"].tolist() == ["", "the middle of the document is cut to fit max_tokens=900"]
+            assert any("1 of 2 samples: the middle" in note for note in result.notes)
+        else:
+            assert found["context_tokens"].tolist() == [1]  # the template opens the user's turn
+            assert "nothing precedes the question" in found["note"].item()
+            assert any("1 of 1 samples: nothing precedes" in note for note in result.notes)
