@@ -30,6 +30,9 @@ def trace(
     under: Annotated[
         str | None, typer.Option(help="POLICY:BUDGET: record the future as it is after that eviction.")
     ] = None,
+    response: Annotated[
+        str, typer.Option(help="data or generated: what follows the question, or the model's own answer.")
+    ] = "data",
     store: Annotated[str, typer.Option(help="float16, bfloat16 or float32 on disk.")] = "float16",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
@@ -48,7 +51,7 @@ def trace(
 
     config = TraceConfig(
         tasks=tuple(specs), samples=samples, out=out, model=model, length=length, seed=seed,
-        data=data, under=under, store=store, device=device, dtype=dtype,
+        data=data, under=under, response=response, store=store, device=device, dtype=dtype,
     )  # fmt: skip
     found = collect(config, announce=typer.echo, executor=executor_named(executor, workers, ray_address))
     typer.echo(f"{len(found)} traces in {out}")
@@ -90,7 +93,7 @@ def eviction_error(
     seed: Annotated[int, typer.Option(help="Seed of split points and random policies.")] = 0,
     out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
 ) -> None:
-    """Eviction cost and missed mass of policies on recorded traces, without any model call."""
+    """Eviction cost and missed mass of policies on recorded traces; a model only reads their extra tokens."""
     import json
 
     from .aggregate import aggregate

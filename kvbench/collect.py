@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from .models import LoadedModel, OpenModel
 from .observe import draw_key
 from .plan import Work, check_data, check_fits, plan_task
 from .progress import progress as progress_bar
-from .prompt import Prompt
+from .prompt import Continuation, Prompt
 from .registry import POLICIES, TASKS, expand_tasks, spec_of
 from .trace import TraceInfo, TraceSet, TraceWriter
 
@@ -38,7 +38,8 @@ class TraceConfig:
     tasks: specs, sampled in turn. samples: traces in all. length: tokens of every sample ("512"), or a
     range ("350-700") from which the samples of each task take evenly spaced lengths. under:
     "POLICY:BUDGET" records the queries of question and answer as they come out when the context was
-    evicted to that budget first; keys and values of the context are always the full cache's. store:
+    evicted to that budget first; keys and values of the context are always the full cache's. response:
+    what follows the question, the data's reference or what the model itself answers (generated). store:
     dtype on disk.
     """
 
@@ -50,6 +51,7 @@ class TraceConfig:
     seed: int = 0
     data: str | None = None
     under: str | None = None
+    response: str = "data"
     store: str = "float16"
     device: str = "auto"
     dtype: str = "auto"
@@ -59,6 +61,8 @@ class TraceConfig:
             raise BadInput(f"--samples {self.samples}: record 1 trace or more")
         if self.store not in STORED:
             raise BadInput(f"--store '{self.store}': choose one of {', '.join(STORED)}")
+        if self.response not in ("data", "generated"):
+            raise BadInput(f"--response '{self.response}': choose data or generated")
 
     @property
     def lengths(self) -> tuple[int, int] | None:
@@ -156,7 +160,7 @@ def _compute(
     advance: Callable[[str], None],
 ) -> None:
     """Record and store; what workers lost is named at the end, when the rest is stored."""
-    work = partial(_recorded, STORED[config.store], config.eviction)
+    work = partial(_recorded, STORED[config.store], config.eviction, config.response == "generated")
     lost = []
     with deferred_interrupt() as interrupt:
         results = zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True)
@@ -166,9 +170,8 @@ def _compute(
                     lost.append(f"{asked.name}: {found.reason}")
                     continue
                 layers, scaling = found
-                info = TraceInfo(
-                    asked.name, _length(asked.prompt), len(asked.prompt.context), asked.task, scaling
-                )
+                tokens, context = layers[0][0].shape[1], len(asked.prompt.context)
+                info = TraceInfo(asked.name, tokens, context, asked.task, scaling)
                 writer.add(info, layers)
                 advance(asked.task)
         except KeyboardInterrupt:
@@ -182,8 +185,28 @@ def _compute(
         )
 
 
-def _recorded(dtype: torch.dtype, eviction: Target | None, lm: LoadedModel, asked: Asked) -> Recorded:
-    return record(lm, asked.prompt, dtype, eviction, asked.name)
+def _recorded(
+    dtype: torch.dtype, eviction: Target | None, generated: bool, lm: LoadedModel, asked: Asked
+) -> Recorded:
+    prompt = answered(lm, asked.prompt) if generated else asked.prompt
+    return record(lm, prompt, dtype, eviction, asked.name)
+
+
+@torch.inference_mode()
+def answered(lm: LoadedModel, prompt: Prompt) -> Prompt:
+    """The prompt with the model's own greedy answer as reference: as long as the given one at most."""
+    start = len(prompt.context) + len(prompt.question)
+    cache = Cache.empty(lm.geometry.layers, start + len(prompt.reference.ids))
+    ids = torch.tensor([*prompt.context, *prompt.question], device=lm.device)
+    answer: list[int] = []
+    while len(answer) < len(prompt.reference.ids):
+        position = start + len(answer) - 1 if answer else 0
+        token = int(read(lm, cache, ids, position)[0, -1].argmax())
+        if token in lm.eos_ids:
+            break
+        answer.append(token)
+        ids = torch.tensor([token], device=lm.device)
+    return replace(prompt, reference=Continuation(tuple(answer), len(answer)))
 
 
 @torch.inference_mode()
@@ -275,6 +298,7 @@ def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
         "seed": config.seed,
         "data": Path(config.data).name if config.data else None,
         "under": config.under,
+        "response": None if config.response == "data" else config.response,
         "under_weights": config.eviction.ranker.policy.identity if config.eviction else "",
     }
 

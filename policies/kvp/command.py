@@ -9,7 +9,7 @@ from typing import Any
 
 from kvbench.results import check_writable
 from kvbench.trace import TraceSet
-from kvbench.training import Report, Trainer
+from kvbench.training import Report, Trainer, commands
 
 from .checkpoint import write_weights
 from .course import Lesson
@@ -61,27 +61,10 @@ def make_card(recipe: TrainConfig, traces: TraceSet, cost: float) -> dict[str, A
         "model_sha256": traces.header["model_sha256"],
         "data": {key: traces.header[key] for key in ("tasks", "length", "seed", "under")},
         "traces": len(traces),
-        "commands": commands(recipe, traces),
+        "commands": commands("kvp", recipe, RECIPES["cpu"], traces),
         "recipe": asdict(recipe),
         "validation_cost": cost,
     }
-
-
-def commands(recipe: TrainConfig, traces: TraceSet) -> list[str]:
-    """The two commands that make these weights again."""
-    header = traces.header
-    record = (
-        f"kvbench trace --model {header['model']} --task {','.join(header['tasks'])} --samples {len(traces)}"
-    )
-    for option in ("length", "seed", "data", "under"):
-        if header.get(option) is not None:
-            record += f" --{option} {header[option]}"
-    defaults = asdict(RECIPES["cpu"])
-    changed = [f" --{k.replace('_', '-')} {v}" for k, v in asdict(recipe).items() if v != defaults[k]]
-    return [
-        f"{record} --out traces",
-        f"kvbench train --policy kvp --traces traces{''.join(changed)} --out FILE",
-    ]
 
 
 def write(

@@ -13,14 +13,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvbench.errors import BadInput
 from kvbench.policy import Pins
 from kvbench.trace import TraceSet, utilities
+from kvbench.training import Split, draw_visits, held_out
 
-from .recipe import Split, TrainConfig
+from .recipe import TrainConfig
 from .scorer import PositionFeature, position_features
-
-LEAST = 32  # tokens before a split point: below, there is nothing to rank
 
 
 @dataclass
@@ -53,17 +51,7 @@ class Curriculum:
     @classmethod
     def draw(cls, traces: TraceSet, chosen: list[int], count: int, split: Split, seed: int) -> Curriculum:
         """`count` visits over the chosen traces, each trace as often as the others (+-1)."""
-        generator = torch.Generator().manual_seed(seed)
-        visits: list[tuple[int, int]] = []
-        while len(visits) < count:
-            for i in torch.randperm(len(chosen), generator=generator).tolist():
-                info = traces.infos[chosen[i]]
-                draw = torch.rand(2, generator=generator).tolist()
-                at_boundary = split == "boundary" or (split == "mix" and draw[0] < 0.5)
-                least = min(LEAST, info.tokens - 2)
-                n = info.context if at_boundary else least + int(draw[1] * (info.tokens - 1 - least))
-                visits.append((chosen[i], max(1, min(n, info.tokens - 1))))
-        return cls(traces, visits[:count])
+        return cls(traces, draw_visits(traces, chosen, count, split, seed))
 
     def prepare(self, advance: Callable[[str], None] = lambda text: None) -> None:
         """Compute the utility of every visit, one pass per trace, and keep keys and values in memory."""
@@ -103,12 +91,9 @@ class Lesson:
         cls, config: TrainConfig, traces: TraceSet, advance: Callable[[str], None] = lambda text: None
     ) -> Lesson:
         """Draw and compute what the recipe's steps need. Raises BadInput for too few traces."""
-        held_out = max(1, round(len(traces) * config.validation))
-        if len(traces) <= held_out:
-            raise BadInput(f"{len(traces)} traces are too few to train and validate: record 2 or more")
-        chosen = list(range(len(traces)))
-        course = Curriculum.draw(traces, chosen[:-held_out], config.steps, config.split, config.seed)
-        exam = Curriculum.draw(traces, chosen[-held_out:], 2 * held_out, "mix", config.seed + 1)
+        learned, kept = held_out(traces, config.validation)
+        course = Curriculum.draw(traces, learned, config.steps, config.split, config.seed)
+        exam = Curriculum.draw(traces, kept, 2 * len(kept), "mix", config.seed + 1)
         course.prepare(advance)
         exam.prepare(advance)
         return cls(course, exam)

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.errors import BadInput
+from kvbench.learned import file_state, find_weights
 from kvbench.observe import Observation
 from kvbench.policy import Need, Pins, Policy, TrainedFor, param
 from kvbench.registry import register
@@ -19,7 +19,6 @@ from .checkpoint import read_weights
 from .scorer import ScorerShape, ScorerWeights, fast_scores, position_features
 
 WEIGHTS = Path(__file__).parent / "weights"
-SUFFIX = ".safetensors"
 
 
 @register("kvp", source="arXiv:2602.10238")
@@ -70,17 +69,8 @@ def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, dict[str, Any]
 
     A file is read once, and again when it has changed. Raises BadInput for what is no weights file.
     """
-    path = WEIGHTS / (weights + SUFFIX)
-    if Path(weights).name != weights or not path.is_file():  # asked in every layer: no listing here
-        path = Path(weights).expanduser()
-    if not path.is_file():
-        shipped = sorted(file.name.removesuffix(SUFFIX) for file in WEIGHTS.glob("*" + SUFFIX))
-        raise BadInput(
-            f"kvp:weights={weights}: neither a file nor one of the shipped weights "
-            f"({', '.join(shipped) or 'none'}); train some with kvbench train --policy kvp"
-        )
-    state = path.stat()
-    return _read(path, (state.st_ino, state.st_mtime_ns, state.st_size))
+    path = find_weights("kvp", WEIGHTS, weights)
+    return _read(path, file_state(path))
 
 
 @lru_cache(maxsize=32)

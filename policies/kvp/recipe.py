@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from kvbench.config import parse_pins
 from kvbench.errors import BadInput
 from kvbench.policy import Pins
+from kvbench.training import Split
 
 from .objectives import BudgetWeighting, objective
 from .scorer import PositionFeature
-
-Split = Literal["uniform", "boundary", "mix"]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The updates only; which trace and future each step sees is in `course`, the sett
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -14,20 +13,13 @@ import torch
 from torch import Tensor
 
 from kvbench.eviction import eviction_cost
+from kvbench.learned import restore_state, save_state
+from kvbench.training import learning_rate
 
-from . import checkpoint
 from .course import Curriculum, Example, Lesson
 from .objectives import BudgetWeighting, Step, objective
 from .recipe import TrainConfig
 from .scorer import PositionFeature, ScorerShape, ScorerWeights, scores
-
-
-def learning_rate(config: TrainConfig, step: int) -> float:
-    """Linear warm-up from 1% of lr, then cosine to last_lr."""
-    if step < config.warmup:
-        return config.lr * (0.01 + 0.99 * step / config.warmup)
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return config.last_lr + (config.lr - config.last_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def clip_each_agent(parameters: list[Tensor], limit: float) -> None:
@@ -80,14 +72,14 @@ def train(
     parameters = [tensor.requires_grad_() for tensor in weights.trained]
     optimiser = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
     identity = {**asdict(config), "traces": lesson.course.traces.identity}
-    first = checkpoint.restore(resume, parameters, optimiser, identity) if resume else 0
+    first = restore_state(resume, parameters, optimiser, identity)[0] if resume else 0
     cost = None
     for step in range(first, config.steps):
         reward = _step(config, lesson, weights, optimiser, step)
         cost = validation_cost(weights, lesson.exam, config) if _is_mark(config, step) else None
         report(step + 1, reward, cost)
         if resume and _is_mark(config, step):
-            checkpoint.save(resume, parameters, optimiser, identity, step + 1)
+            save_state(resume, parameters, optimiser, identity, step + 1)
     for tensor in parameters:
         tensor.requires_grad_(False)
     return weights, validation_cost(weights, lesson.exam, config) if cost is None else cost

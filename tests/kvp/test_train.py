@@ -13,13 +13,14 @@ import torch
 
 from kvbench.errors import BadInput, UnknownName
 from kvbench.eviction import eviction_cost
-from kvbench.policies.kvp.course import LEAST, Curriculum, Lesson
+from kvbench.policies.kvp.course import Curriculum, Lesson
 from kvbench.policies.kvp.objectives import OBJECTIVES, BudgetWeighting, Step, objective
 from kvbench.policies.kvp.recipe import RECIPES, TrainConfig
 from kvbench.policies.kvp.scorer import ScorerWeights, scores
-from kvbench.policies.kvp.train import clip_each_agent, learning_rate, standardise, train, validation_cost
+from kvbench.policies.kvp.train import clip_each_agent, standardise, train, validation_cost
 from kvbench.policy import Pins
 from kvbench.trace import TraceSet, utilities
+from kvbench.training import LEAST, learning_rate
 from tests.kvp import make
 from tests.kvp.make import KV_HEADS, LAYERS, QUICK
 

@@ -1,4 +1,4 @@
-"""The laws for a policy that learns: KVP with random weights of the tiny models' shape."""
+"""The laws for policies that learn: KVP and JudgeQ with random weights of the tiny models' shape."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.judgeq import make as soft
 from tests.kvp import make
 from tests.laws.lab import (
     BUDGETS,
@@ -33,11 +34,15 @@ def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def spec(arch: str, tmp_path: Path) -> str:
+@pytest.fixture(params=["kvp", "judgeq"])
+def spec(arch: str, tmp_path: Path, request: pytest.FixtureRequest) -> str:
     from kvbench.policies.kvp.scorer import ScorerShape
 
-    shape = ScorerShape(len(loaded(arch).geometry.full_layers), KV_HEADS, HEAD_DIM, hidden=8)
+    layers = len(loaded(arch).geometry.full_layers)
+    if request.param == "judgeq":
+        path = tmp_path / "random.safetensors"
+        return f"judgeq:weights={soft.tokens_file(path, soft.drawn(), '5e', layers)}"
+    shape = ScorerShape(layers, KV_HEADS, HEAD_DIM, hidden=8)
     return f"kvp:weights={make.weights_file(tmp_path / 'random.safetensors', shape, '5e')}"
 
 
