@@ -35,11 +35,12 @@ class JudgeQ(Policy):
     pooling, kernel: smoothing over neighbouring slots, per query head, as SnapKV does. window: the last
     tokens that are always kept.
 
-    The paper's: soft tokens after the prompt, their mean attention as score, embeddings as the only
-    parameters, mean squared error to the response's mean attention as loss, n = 32. Not known to us:
-    GQA reduction, pooling, a kept window, learning rate, optimiser and initialisation; each of these is
-    ours and says so below or in the card of the weights. No code of the paper is public; we know it from
-    its abstract and from notes on it.
+    The paper's choices: soft tokens after the prompt; their mean attention as score; input embeddings as
+    the only parameters; mean squared error to the response's mean attention, over all layers and heads,
+    as loss; 32 tokens. Ours, because we know the paper from its abstract and from notes only, and no code
+    of it is public: the reduction over a group, pooling, the window (below); Adam, its learning rate,
+    500 steps of one trace, the sum over the context in place of the mean, rows that begin as
+    embeddings of real tokens (the recipe in the card); reading the soft tokens again after each chunk.
 
     Shapes: score (batch, kv_head, slot) float32, mean attention probability in [0, 1].
     Source: arXiv:2509.10798 (AAAI 2026).
