@@ -7,6 +7,7 @@ Imports stay inside the commands: a bad name or number is refused before torch l
 from __future__ import annotations
 
 import errno
+import io
 import re
 import sys
 from collections.abc import Iterable
@@ -62,7 +63,10 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Entry point of the `kvbench` command."""
+    """Entry point of the `kvbench` command. What an output cannot show (half a surrogate pair) is escaped."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     app(prog_name="kvbench")
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from .errors import BadInput
 from .policy import Pins
 
+LONGEST_NAME = 150  # characters: file systems allow 255 bytes
 FULL = "full"  # the name of the cell without eviction
 
 
@@ -38,6 +40,12 @@ def fingerprint(value: Any) -> str:
     """16 hex digits of the SHA-256 of a JSON-able value; equal values give equal digits."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def file_name(text: str) -> str:
+    """A text as the name of a file or folder: everything unusual becomes an underscore."""
+    name = re.sub(r"[^A-Za-z0-9._=,-]+", "_", text)
+    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{fingerprint(text)}"
 
 
 def parse_pins(text: str) -> Pins | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, is_dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .config import FULL, PROTOCOLS, Cell, RunConfig, fingerprint, parse_pins
@@ -143,7 +144,11 @@ class Work:
         made = guarded(plan.task, "to make its samples", lambda: plan.task.samples(setting))
         items: list[tuple[Sample, Prompt | str]] = []
         for sample in made.samples[: config.limit]:
-            prompt = build_prompt(sample, tokenizer, plan.question, chat)  # type: ignore[arg-type]
+            prompt = guarded(
+                plan.task,
+                f"to give sample {sample.id!r} a prompt",
+                partial(build_prompt, sample, tokenizer, plan.question, chat),  # type: ignore[arg-type]
+            )
             total = len(prompt.context) + prompt.room(sample.max_new_tokens)
             reason = f"prompt and answer take {total} tokens, the model reads {opened.geometry.max_length}"
             items.append((sample, prompt if total <= opened.geometry.max_length else reason))

@@ -6,7 +6,6 @@ Nothing is run here, and neither torch nor the engine is imported.
 from __future__ import annotations
 
 import math
-import re
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -22,7 +21,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from .aggregate import aggregate, available
-from .config import FULL, fingerprint
+from .config import FULL, file_name
 from .errors import StoreError, UnknownName
 from .footnotes import majority, only_pins
 from .manifest import MANIFEST, read_manifest, shown_data
@@ -42,7 +41,6 @@ RC: Any = {
     "axes.spines.right": False,
 }
 DPI = 200
-LONGEST_NAME = 150  # characters: file systems allow 255 bytes
 
 
 def plot(
@@ -259,12 +257,6 @@ def _file_names(settings: Sequence[Mapping[str, Any]]) -> list[str]:
                 parts.append(f"{field}={setting[field]}")
         names.append(file_name("-".join(parts)))
     return names
-
-
-def file_name(text: str) -> str:
-    """A text as a file name: everything unusual becomes an underscore."""
-    name = re.sub(r"[^A-Za-z0-9._=,-]+", "_", text)
-    return name if len(name) <= LONGEST_NAME else f"{name[:LONGEST_NAME]}-{fingerprint(text)}"
 
 
 def save(fig: Figure, folder: Path, name: str, lines: pd.DataFrame | None = None) -> list[Path]:

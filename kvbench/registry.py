@@ -8,6 +8,7 @@ the text "module:Class", never instances, and imports a class only when it is as
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
@@ -25,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 Kind = TypeVar("Kind", bound=type)
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*(/[A-Za-z0-9_][A-Za-z0-9_.+-]*)*")
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,11 @@ class Registry:
     def _claim(self, found: dict[str, Place], name: str, place: Place, again: bool = False) -> None:
         if name in (FULL, "all"):
             raise PluginError(f"{self.kind} name '{name}' is reserved: rename {place}")
-        if not name or any(sign in name for sign in ":,= \t\n"):
-            raise PluginError(f"{self.kind} name '{name}' of {place}: no spaces, ':', ',' or '=' in a name")
+        if not NAME.fullmatch(name):
+            raise PluginError(
+                f"{self.kind} name {name!r} of {place}: a name has letters, digits, '_', '-', '.' and '+', "
+                "and '/' between such words, none of which begins with '.'"
+            )
         if again:
             return
         if name in found:

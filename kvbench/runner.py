@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from .aggregate import aggregate
-from .config import FULL, RunConfig, fingerprint
+from .config import FULL, RunConfig, file_name, fingerprint
 from .errors import BadInput
 from .executors import Executor, Local, Lost
 from .interrupt import deferred_interrupt
@@ -171,8 +171,8 @@ def _default_folder(config: RunConfig) -> Path:
     """A folder that the same command finds again; more budgets, policies or samples go there too."""
     growing = ("policies", "budgets", "limit", "draft", "out", "seeds")
     own = {key: value for key, value in config.as_dict().items() if key not in growing}
-    names = "-".join(spec.partition(":")[0].replace("/", "_") for spec in config.tasks)
-    model = config.model.replace("/", "_").strip("._")
+    names = file_name("-".join(spec.partition(":")[0] for spec in config.tasks)).lstrip(".")
+    model = file_name(config.model).strip("._")
     return Path("results") / f"{names[:60]}-{model[-40:]}-{fingerprint(own)[:8]}"
 
 

@@ -14,11 +14,11 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .aggregate import aggregate
-from .config import FULL
+from .config import FULL, file_name
 from .errors import BadInput, StoreError
 from .metrics import describe
 from .panels import SETTING, matches, short
-from .plot import FONT, RC, file_name, home, looks_of, save, sections
+from .plot import FONT, RC, home, looks_of, save, sections
 from .results import read_rows
 from .style import GREY, Style
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvbench.errors import StoreError
 from kvbench.results import ROWS, TORN, Store, read_manifest, read_rows
@@ -39,6 +43,25 @@ def test_text_round_trips_exactly(tmp_path: Path, text: str) -> None:
     with open_store(tmp_path) as store:  # and is the same row when it comes again
         store.append([row("snapkv", 64, sample=text, text=text, label=text, gold_label="NA")])
     assert len((tmp_path / ROWS).read_bytes().splitlines()) == 1
+
+
+HALVES = re.compile("[\ud800-\udbff][\udc00-\udfff]")  # read back as the character they stand for
+ANY = st.text(st.characters(exclude_categories=()), max_size=20).filter(lambda text: not HALVES.search(text))
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(text=ANY, label=st.none() | ANY, key=ANY, number=st.floats(allow_nan=False, allow_infinity=False))
+def test_any_text_and_any_number_round_trip(text: str, label: str | None, key: str, number: float) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        given = row("snapkv", 64, sample=key, text=text, label=label, reason=text, metrics={"kl": number})
+        with open_store(Path(folder)) as store:
+            store.append([given])
+        frame = read_rows(folder)
+        read = frame.iloc[0]
+        assert (read["text"], read["label"], read["sample"], read["reason"]) == (text, label, key, text)
+        assert read["metric:kl"] == number
+        with open_store(Path(folder)) as store:
+            assert store.done == {given["key"]}
 
 
 def test_columns_and_types(tmp_path: Path) -> None:
