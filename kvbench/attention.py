@@ -18,6 +18,7 @@ from .cache import Bucket, Cache
 from .errors import UnsupportedModel
 
 NAME = "kvbench"
+BLOCK = 512  # queries that a sliding-window layer reads at once, when there are more
 MASK_LIMIT = 2**24  # bytes; a smaller mask is kept from one layer to the next
 
 Observer = Callable[["Layer"], None]
@@ -88,6 +89,8 @@ class Pass:
             if group > 1:  # is_causal cannot be combined with folding; K/V are repeated for this call only
                 keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
             return scaled_dot_product_attention(query, keys, values, is_causal=new > 1, scale=scaling)
+        if window is not None and self.visible is None and new > BLOCK:
+            return self._attend_in_blocks(query, bucket, layer, old, scaling, window)
         folded = query.reshape(batch, keys.shape[1], group * new, dim)
         mask = (
             self._mask(old, group, query)
@@ -96,6 +99,28 @@ class Pass:
         )
         out = scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scaling)
         return out.view(batch, heads, new, values.shape[-1])
+
+    def _attend_in_blocks(
+        self, query: Tensor, bucket: Bucket, layer: int, old: int, scaling: float, window: int
+    ) -> Tensor:
+        """`_attend_bucket` for many tokens in a sliding-window layer: no mask of all pairs.
+
+        Such a layer is never evicted, so slots are positions: a block of queries needs those of its window.
+        """
+        keys, values, positions = bucket.view(layer)
+        batch, heads, new, dim = query.shape
+        group = heads // keys.shape[1]
+        parts = []
+        for begin in range(0, new, BLOCK):
+            size = min(BLOCK, new - begin)
+            seen = slice(max(0, old + begin - window + 1), old + begin + size)
+            folded = query[:, :, begin : begin + size].reshape(batch, keys.shape[1], group * size, dim)
+            mask = self._window_mask(positions[:, :, seen], size, window).repeat(1, 1, group, 1)
+            out = scaled_dot_product_attention(
+                folded, keys[:, :, seen], values[:, :, seen], attn_mask=mask, scale=scaling
+            )
+            parts.append(out.view(batch, heads, size, values.shape[-1]))
+        return torch.cat(parts, 2)
 
     def _mask(self, old: int, group: int, query: Tensor) -> Tensor | None:
         """What is added to the logits of full attention: (group * new, slot), the same for all layers."""

@@ -96,7 +96,7 @@ def run(
     seeds: Annotated[
         list[str] | None, typer.Option(help="Several seeds, as 0,1,2; tables and figures pool them.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all: layers over all GPUs.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     protocol: Annotated[
         str, typer.Option(help="paper (each task's and policy's own rules) or controlled (the same for all).")

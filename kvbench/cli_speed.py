@@ -20,7 +20,7 @@ def speed(
     new_tokens: Annotated[int, typer.Option(help="Tokens to decode from each cache.")] = 32,
     repeat: Annotated[int, typer.Option(help="Passes per length; the table shows medians.")] = 3,
     model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all: layers over all GPUs.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
 ) -> None:

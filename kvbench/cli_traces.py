@@ -34,7 +34,7 @@ def trace(
         str, typer.Option(help="data or generated: what follows the question, or the model's own answer.")
     ] = "data",
     store: Annotated[str, typer.Option(help="float16, bfloat16 or float32 on disk.")] = "float16",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all: layers over all GPUs.")] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     executor: Annotated[str, typer.Option(help="local, or ray: workers of a Ray cluster.")] = "local",
     workers: Annotated[int | None, typer.Option(help="Of ray; default: one per GPU or machine.")] = None,

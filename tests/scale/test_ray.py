@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason=
 
 if importlib.util.find_spec("ray") is not None:
     from kvbench import executor_ray
-    from kvbench.executor_ray import RayExecutor, _size
+    from kvbench.executor_ray import RayExecutor, _gpus, _size
 
 
 @pytest.fixture(scope="module")
@@ -136,6 +136,7 @@ def node(cores: float, gpus: float = 0) -> dict[str, Any]:
         ([node(8), node(4), node(0)], None, 0, "", (2, 4)),
         ([node(8)], 2, 0, "1", (2, 1)),
         ([node(16, 4), node(16, 4)], None, 1, "", (8, 4)),
+        ([node(16, 4), node(16, 4)], None, 4, "", (2, 16)),
     ],
 )
 def test_threads_share_the_cores(
@@ -144,6 +145,20 @@ def test_threads_share_the_cores(
 ) -> None:  # fmt: skip
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
     assert _size(nodes, workers, gpus) == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "workers", "spread", "expected"),
+    [
+        ([4, 4], None, False, 1),
+        ([4, 4], None, True, 4),
+        ([4, 2], 2, True, 2),
+        ([8], 2, True, 4),
+        ([2], 4, True, 1),
+    ],
+)
+def test_gpus_of_a_worker(gpus: list[float], workers: int | None, spread: bool, expected: int) -> None:
+    assert _gpus(gpus, workers, spread) == expected
 
 
 def test_more_workers_than_cores(monkeypatch: pytest.MonkeyPatch) -> None:
