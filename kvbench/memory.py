@@ -53,7 +53,7 @@ def can_reset(devices: Iterable[torch.device] = ()) -> bool:
 
 
 def release() -> None:
-    """Give memory that is free but still held by the allocators back, so that a peak is not that of before."""
+    """Give back what is free but still held by the allocators, so that a peak is not that of before."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
