@@ -23,6 +23,8 @@ from .tree import Tree
 from .write import Known, Line, write
 
 LOGITS_LIMIT = 2**28  # bytes of float32 logits alive at once
+AT_ONCE = {"cpu": 1024}  # tokens of all rows in one forward: more is no faster there, and takes memory
+MUCH_AT_ONCE = 2**14
 DRAFT = 32  # tokens of the full cache's answer, beyond the reference, that all rows read as a draft
 
 
@@ -103,7 +105,9 @@ def answer_rows(
     """
     mark = cache.mark()
     plan = _Plan.of(asked, full, whole=observer is not None)
-    found = _read(asked, cache, plan, full, observer)
+    cache.reserve(len(plan.tree))
+    most = max(1, AT_ONCE.get(asked.lm.device.type, MUCH_AT_ONCE) // len(plan.tree))
+    found = _Found.joined([_read(asked, piece, plan, full, observer) for piece in cache.pieces(most)])
     cache.rewind(mark)
     lines: list[Line] = []
     if not asked.prompt.choices:
@@ -160,6 +164,17 @@ class _Found:
     divergence: Tensor | None
     logprobs: Tensor | None
     predicted: list[list[int]]
+
+    @classmethod
+    def joined(cls, parts: list[_Found]) -> _Found:
+        """Rows that were read in pieces."""
+        divergences = [part.divergence for part in parts if part.divergence is not None]
+        return cls(
+            tokens=[torch.cat(pieces) for pieces in zip(*(part.tokens for part in parts), strict=True)],
+            divergence=torch.cat(divergences) if divergences else None,
+            logprobs=parts[0].logprobs,
+            predicted=[row for part in parts for row in part.predicted],
+        )
 
 
 def _read(

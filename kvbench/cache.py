@@ -6,7 +6,7 @@ a step reads exactly the pairs that are kept. Layers are independent tensors on 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,7 +75,9 @@ class Bucket:
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens behind those in use."""
         for layer, filled in enumerate(self.filled):
-            if filled + tokens > self.capacity[layer]:
+            if self.keys[layer] is None:
+                self.capacity[layer] = max(self.capacity[layer], tokens)
+            elif filled + tokens > self.capacity[layer]:
                 self._grow(layer, filled + tokens)
 
     def move(self, paths: Sequence[Sequence[int]], to: int) -> None:
@@ -102,9 +104,9 @@ class Bucket:
             first, len(offsets), lambda tensor: tensor[torch.tensor(offsets).to(tensor.device)]
         )
 
-    def head(self, count: int, first: int) -> Bucket:
-        """The first `count` rows, sharing this bucket's tensors, with lengths of their own."""
-        return self._derived(first, count, lambda tensor: tensor[:count])
+    def part(self, start: int, stop: int, first: int) -> Bucket:
+        """The rows start..stop-1, sharing this bucket's tensors, with lengths of their own."""
+        return self._derived(first, stop - start, lambda tensor: tensor[start:stop])
 
     def _derived(self, first: int, count: int, part: Callable[[Tensor], Tensor]) -> Bucket:
         derived = Bucket(range(first, first + count), len(self.filled))
@@ -230,14 +232,38 @@ class Cache:
 
     def first_rows(self, counts: Sequence[int], tokens: int) -> Cache:
         """The first rows of every bucket, with `tokens` tokens behind their end; the tensors are shared."""
+        parts = [(bucket, 0, count) for bucket, count in zip(self.buckets, counts, strict=True) if count]
+        cache = self._sharing(parts)
+        cache.rewind(cache.mark(), tokens)
+        return cache
+
+    def pieces(self, most: int) -> Iterator[Cache]:
+        """This cache, or pieces of at most `most` rows that share its tensors, where there is room already."""
+        if self.rows <= most:
+            yield self
+            return
+        piece: list[tuple[Bucket, int, int]] = []
+        free = most
+        for bucket in self.buckets:
+            start = 0
+            while start < len(bucket.rows):
+                stop = min(len(bucket.rows), start + free)
+                piece.append((bucket, start, stop))
+                free -= stop - start
+                start = stop
+                if free == 0:
+                    yield self._sharing(piece)
+                    piece, free = [], most
+        if piece:
+            yield self._sharing(piece)
+
+    def _sharing(self, parts: list[tuple[Bucket, int, int]]) -> Cache:
+        """A cache of these (bucket, first row, end), in this order."""
         buckets: list[Bucket] = []
-        start = 0
-        for bucket, count in zip(self.buckets, counts, strict=True):
-            if count:
-                part = bucket.head(count, start)
-                part.filled = [length + tokens for length in part.filled]
-                buckets.append(part)
-                start += count
+        first = 0
+        for bucket, start, stop in parts:
+            buckets.append(bucket.part(start, stop, first))
+            first += stop - start
         return Cache(buckets, self.layers)
 
     def reserve(self, tokens: int) -> None:

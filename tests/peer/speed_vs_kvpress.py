@@ -1,0 +1,256 @@
+"""kvbench and kvpress side by side: the same model, prompts, policies, budgets and answers, by the clock.
+
+    python tests/peer/speed_vs_kvpress.py --case short    # 7 policies x 5 budgets x 3 prompts of 1.1k tokens
+    python tests/peer/speed_vs_kvpress.py --case long     # 7 policies x 10 budgets x 1 prompt of 4k tokens
+
+Every measurement is a process of its own, in both orders. kvbench makes an ordinary run: full cache, all
+metrics, rows and table written. kvpress makes one pass of its own pipeline per (policy, budget, prompt), which
+gives a text. Loading the model is not counted on either side; times with it are printed, too. What was kept
+must have the same size everywhere, the full cache must answer the same, and so must, where kvpress ranks by
+the same number, every other cell but those few in which equal scores are cut differently.
+The last line is `ratio X.X`: kvpress' total time over ours. Exit code 1 when something does not agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+CASES = {
+    "short": {"budgets": (64, 128, 256, 512, 1024), "length": 1100, "prompts": 3},
+    "long": {"budgets": (64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048), "length": 4000, "prompts": 1},
+}
+# Ours -> theirs, with the parameters of ours. Their ties and, for snapkv, their pooling differ.
+POLICIES: dict[str, tuple[str, dict[str, int]]] = {
+    "random": ("RandomPress", {}),
+    "streaming_llm": ("StreamingLLMPress", {"n_sink": 4}),
+    "knorm": ("KnormPress", {}),
+    "keydiff": ("KeyDiffPress", {}),
+    "lagkv": ("LagKVPress", {"n_sink": 4, "lag_size": 128}),
+    "tova": ("TOVAPress", {}),
+    "snapkv": ("SnapKVPress", {"window_size": 32, "kernel_size": 7}),
+}
+SAME_NUMBER = ("knorm", "keydiff")  # policies that both rank by the same number
+AGREE = 0.9  # share of those cells that must answer the same: the rest have ties at the cut
+SIDES = ("kvbench", "kvpress")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What both sides do. task: ours, as text; prompts are its samples."""
+
+    policies: tuple[str, ...]
+    budgets: tuple[int, ...]
+    length: int
+    prompts: int
+    new: int
+    model: str
+
+    @property
+    def task(self) -> str:
+        return f"needle:length={self.length},max_new_tokens={self.new}"
+
+
+@dataclass(frozen=True)
+class Side:
+    """seconds: the work alone. load: reading the weights. total: the whole process.
+
+    answers, kept: by "policy budget sample".
+    """
+
+    seconds: float
+    load: float
+    total: float
+    answers: dict[str, str]
+    kept: dict[str, int]
+
+
+def name(policy: str, budget: int | None, sample: str) -> str:
+    return f"{policy} {budget or 'full'} {sample}"
+
+
+def run_kvbench(work: Work) -> dict[str, Any]:
+    """An ordinary run, without the seconds that it takes to import libraries and to load the weights."""
+    import kvbench
+    import kvbench.evaluate
+    import kvbench.runner
+    from kvbench.models import OpenModel, open_model
+
+    open_model(work.model, "cpu", "float32")  # imports transformers
+    load, loading = OpenModel.load, []
+
+    def timed_load(self: OpenModel) -> Any:
+        started = time.perf_counter()
+        loaded = load(self)
+        loading.append(time.perf_counter() - started)
+        return loaded
+
+    OpenModel.load = timed_load  # type: ignore[method-assign]
+    with tempfile.TemporaryDirectory() as folder:
+        config = kvbench.RunConfig(
+            policies=work.policies, tasks=(work.task,), budgets=work.budgets, limit=work.prompts,
+            model=work.model, device="cpu", dtype="float32", out=folder,
+        )  # fmt: skip
+        started = time.perf_counter()
+        rows = kvbench.run(config, progress=False).rows
+        seconds = time.perf_counter() - started - sum(loading)
+    rows = rows.astype({"budget": object}).where(rows.notna(), None)
+    cells = [
+        (name(policy, budget, sample), text, int(kept))
+        for policy, budget, sample, text, kept in rows[["policy", "budget", "sample", "text", "kept"]].values
+    ]
+    return {
+        "seconds": seconds,
+        "load": sum(loading),
+        "answers": {cell: text for cell, text, _ in cells},
+        "kept": {cell: kept for cell, _, kept in cells},
+    }
+
+
+def prompts(work: Work) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
+    """Our samples with our ids of context and question, which kvpress must read, too."""
+    from kvbench.config import RunConfig
+    from kvbench.models import open_model
+    from kvbench.plan import Work as Planned
+    from kvbench.plan import plan_task
+    from kvbench.registry import TASKS
+
+    config = RunConfig(work.policies, (work.task,), work.budgets, limit=work.prompts, model=work.model)
+    opened = open_model(work.model, "cpu", "float32")
+    plan = plan_task(config, TASKS.parse(work.task), [])
+    items = Planned.build(config, plan, opened).items
+    return [(sample, prompt.context, prompt.question) for sample, prompt in items]  # type: ignore[union-attr]
+
+
+def run_kvpress(work: Work) -> dict[str, Any]:
+    """One pass of kvpress' own pipeline per policy, budget and prompt, on stock attention."""
+    from kvbench.models import open_model
+
+    given = prompts(work)
+    folder = open_model(work.model, "cpu", "float32").folder
+    import kvpress
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
+
+    started = time.perf_counter()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa")
+    load = time.perf_counter() - started
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model.eval(), tokenizer=tokenizer)
+    answers, kept = {}, {}
+
+    def ask(sample: Any, press: Any, cell: str) -> None:
+        cache = DynamicCache()
+        told = {"question": sample.question, "answer_prefix": sample.answer_prefix}
+        answer = pipe(sample.context, press=press, max_new_tokens=work.new, cache=cache, **told)
+        answers[cell] = answer["answer"]
+        (kept[cell],) = {layer.keys.shape[2] for layer in cache.layers}
+
+    for sample, context, question in given:
+        ids = pipe.preprocess(sample.context, [sample.question], sample.answer_prefix, 1 << 20)
+        theirs = [tuple(part.flatten().tolist()) for part in (ids["context_ids"], ids["questions_ids"][0])]
+        assert theirs == [context, question], f"{sample.id}: kvpress reads other ids"
+    started = time.perf_counter()
+    for sample, context, _ in given:
+        for policy in work.policies:
+            kind, parameters = POLICIES[policy]
+            for budget in work.budgets:
+                ratio = max(0.0, 1 - (budget + 0.5) / len(context))  # their count rounds down
+                press = getattr(kvpress, kind)(compression_ratio=ratio, **parameters)
+                ask(sample, press, name(policy, budget, sample.id))
+    seconds = time.perf_counter() - started
+    for sample, _, _ in given:  # not counted: kvpress does not need it, ours has it among its cells
+        ask(sample, None, name("full", None, sample.id))
+    return {"seconds": seconds, "load": load, "answers": answers, "kept": kept}
+
+
+def measured(side: str, work: Work) -> Side:
+    """One side in a fresh process."""
+    command = [sys.executable, __file__, "--side", side, json.dumps(asdict(work))]
+    started = time.perf_counter()
+    done = subprocess.run(command, capture_output=True, text=True)
+    total = time.perf_counter() - started
+    if done.returncode:
+        raise SystemExit(f"{side} failed:\n{done.stderr[-4000:]}")
+    return Side(total=total, **json.loads(done.stdout.splitlines()[-1]))
+
+
+def disagreements(work: Work, ours: Side, theirs: Side) -> list[str]:
+    """What the two sides do not agree on, in words."""
+    found = [
+        f"kept {cell}: {ours.kept.get(cell)} here, {kept} in kvpress"
+        for cell, kept in theirs.kept.items()
+        if ours.kept.get(cell) != kept
+    ]
+    if ours.kept.keys() != theirs.kept.keys():
+        found.append("the two sides have other cells")
+    same = {cell: ours.answers.get(cell, "").strip() == text.strip() for cell, text in theirs.answers.items()}
+    found += [f"answer {cell}" for cell, equal in same.items() if cell.startswith("full ") and not equal]
+    compared = {cell: equal for cell, equal in same.items() if cell.split()[0] in SAME_NUMBER}
+    if compared:
+        agree = sum(compared.values())
+        apart = "; ".join(cell for cell, equal in compared.items() if not equal)
+        print(f"answers of {', '.join(SAME_NUMBER)}: {agree} of {len(compared)} equal {apart and f'(not: {apart})'}")
+        if agree < AGREE * len(compared):
+            found.append(f"only {agree} of {len(compared)} answers are equal")
+    print(f"kept sizes compared: {len(theirs.kept)}")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, default="short")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--budgets", help="default: the case's")
+    parser.add_argument("--prompts", type=int, help="default: the case's")
+    parser.add_argument("--length", type=int, help="tokens of a prompt; default: the case's")
+    parser.add_argument("--new", type=int, default=12, help="tokens of an answer")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--orders", type=int, choices=(1, 2), default=2, help="1: kvbench first only")
+    parser.add_argument("--side", nargs=2, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.side:
+        side, text = given.side
+        work = Work(**{key: tuple(v) if isinstance(v, list) else v for key, v in json.loads(text).items()})
+        print(json.dumps(run_kvbench(work) if side == "kvbench" else run_kvpress(work)))
+        return 0
+    case = CASES[given.case]
+    budgets = tuple(map(int, given.budgets.split(","))) if given.budgets else case["budgets"]
+    work = Work(
+        tuple(given.policies.split(",")), budgets, given.length or case["length"],
+        given.prompts or case["prompts"], given.new, given.model,
+    )  # fmt: skip
+    return compare(work, given.orders)
+
+
+def compare(work: Work, orders: int) -> int:
+    times: dict[str, list[Side]] = {side: [] for side in SIDES}
+    for order in (SIDES, SIDES[::-1])[:orders]:
+        for side in order:
+            done = measured(side, work)
+            times[side].append(done)
+            told = f"{done.seconds:.1f} s of work, {done.load:.1f} s of loading, {done.total:.1f} s in all"
+            print(f"{' then '.join(order)}: {side} {told}", flush=True)
+    found = disagreements(work, times["kvbench"][0], times["kvpress"][0])
+    for fault in found:
+        print(f"DIFFERS: {fault}")
+    cells = len(work.policies) * len(work.budgets) * work.prompts
+    work_s, total_s = (
+        {side: sum(getattr(done, kind) for done in times[side]) for side in SIDES} for kind in ("seconds", "total")
+    )
+    print(
+        f"{len(work.policies)} policies x {len(work.budgets)} budgets x {work.prompts} prompts = {cells} cells, "
+        f"{orders} orders; whole processes: ratio {total_s['kvpress'] / total_s['kvbench']:.1f}"
+    )
+    print(f"ratio {work_s['kvpress'] / work_s['kvbench']:.1f}")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
