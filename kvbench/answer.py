@@ -7,7 +7,7 @@ attention gives the future utility of every cached token. All rows read the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -110,11 +110,14 @@ def answer_rows(
     found = _Found.joined([_read(asked, piece, plan, full, observer) for piece in cache.pieces(most)])
     cache.rewind(mark)
     lines: list[Line] = []
+    predicted = found.predicted.tolist()
     if not asked.prompt.choices:
-        known = Known(plan.tree, len(asked.prompt.context), found.predicted)
+        known = Known(plan.tree, len(asked.prompt.context), predicted)
         lines = write(asked.lm, cache, asked.sample, known, asked.draft)
         cache.rewind(mark)
-    outcomes = _outcomes(asked, plan, found, lines)
+    texts = [line.text(asked.lm, asked.sample) for line in lines]
+    answers = [Answer(text=text) for text in texts] or [_choice(plan, asked.prompt, row) for row in predicted]
+    outcomes = _outcomes(asked.prompt, found, answers)
     return Answered(outcomes, found.logprobs, lines[0].tokens if lines else [])
 
 
@@ -156,14 +159,14 @@ class _Found:
     """Predictions of every row.
 
     tokens: per continuation (row, token) log-likelihoods. divergence: (row, token) KL from the full cache
-    over the reference. logprobs: row 0's over the reference, of the full cache only. predicted: per row the
-    likeliest token after each node from the root on.
+    over the reference. logprobs: row 0's over the reference, of the full cache only. predicted: (row, node)
+    the likeliest token after each node from the root on.
     """
 
     tokens: list[Tensor]
     divergence: Tensor | None
     logprobs: Tensor | None
-    predicted: list[list[int]]
+    predicted: Tensor
 
     @classmethod
     def joined(cls, parts: list[_Found]) -> _Found:
@@ -173,7 +176,7 @@ class _Found:
             tokens=[torch.cat(pieces) for pieces in zip(*(part.tokens for part in parts), strict=True)],
             divergence=torch.cat(divergences) if divergences else None,
             logprobs=parts[0].logprobs,
-            predicted=[row for part in parts for row in part.predicted],
+            predicted=torch.cat([part.predicted for part in parts]),
         )
 
 
@@ -213,7 +216,7 @@ def _read(
         tokens=list(tokens.split([len(part) for part in plan.scored], 1)),
         divergence=torch.cat(kl, 1) if kl else None,
         logprobs=torch.cat(row0) if row0 else None,
-        predicted=torch.cat(predicted, 1).tolist(),
+        predicted=torch.cat(predicted, 1),
     )
 
 
@@ -222,32 +225,26 @@ def _divergence(full: Tensor, logprobs: Tensor) -> Tensor:
     return (full - logprobs[:, : full.shape[0]]).mul_(full.exp()).sum(-1)
 
 
-def _outcomes(asked: Asked, plan: _Plan, found: _Found, lines: list[Line]) -> list[Outcome]:
-    """One outcome per row; what the host must know of the numbers is read at once."""
-    prompt, scored = asked.prompt, asked.prompt.reference.scored
-    sums = [
-        part[:, -choice.scored :].sum(1)
-        for part, choice in zip(found.tokens[1:], prompt.choices, strict=True)
-    ]
+def _outcomes(prompt: Prompt, found: _Found, answers: list[Answer]) -> list[Outcome]:
+    """One outcome per row; the host reads the numbers of all rows at once."""
+    scored = prompt.reference.scored
+    parts = zip(found.tokens[1:], prompt.choices, strict=True)
+    sums = [tokens[:, -choice.scored :].sum(1) for tokens, choice in parts]
     nll = -found.tokens[0][:, -scored:].mean(1)
     kl = nll if found.divergence is None else found.divergence[:, -scored:].mean(1).clamp(min=0)
     outcomes = []
-    for row, (loss, divergence, *likelihoods) in enumerate(torch.stack([nll, kl, *sums], 1).tolist()):
-        if prompt.choices:
-            answer = Answer(
-                loglikelihoods=tuple(likelihoods), greedy=_greedy(plan, prompt, found.predicted[row])
-            )
-        else:
-            answer = Answer(text=lines[row].text(asked.lm, asked.sample))
-        known = found.divergence is not None
-        outcomes.append(Outcome(answer, loss, scored, divergence if known else None))
+    numbers = torch.stack([nll, kl, *sums], 1).tolist()
+    for answer, (loss, divergence, *likelihoods) in zip(answers, numbers, strict=True):
+        answer = replace(answer, loglikelihoods=tuple(likelihoods))
+        outcomes.append(Outcome(answer, loss, scored, None if found.divergence is None else divergence))
     return outcomes
 
 
-def _greedy(plan: _Plan, prompt: Prompt, predicted: list[int]) -> tuple[bool, ...]:
-    """Whether greedy decoding would write each choice."""
+def _choice(plan: _Plan, prompt: Prompt, predicted: list[int]) -> Answer:
+    """An answer that is a choice: would greedy decoding write it? Its likelihoods come later."""
     parts = zip(plan.scored[1:], prompt.choices, strict=True)
-    return tuple(
+    greedy = (
         all(predicted[node - plan.tree.root] == token for node, token in pairs[-choice.scored :])
         for pairs, choice in parts
     )
+    return Answer(greedy=tuple(greedy))

@@ -67,9 +67,9 @@ class Bucket:
 
     def _grow(self, layer: int, capacity: int) -> None:
         """Move a layer into larger tensors; the room asked for at creation makes this rare."""
-        old, length = self._whole(layer), self.capacity[layer]
+        old, length = self.whole(layer), self.capacity[layer]
         self.allocate(layer, capacity, old[0], old[1])
-        for source, target in zip(old, self._whole(layer), strict=True):
+        for source, target in zip(old, self.whole(layer), strict=True):
             target[:, :, :length] = source
 
     def reserve(self, tokens: int) -> None:
@@ -91,7 +91,7 @@ class Bucket:
             return
         slots = torch.tensor([[*path, *inside[len(path) :]] for path in paths])
         for layer, filled in enumerate(self.filled):
-            for tensor in self._whole(layer):
+            for tensor in self.whole(layer):
                 row = torch.arange(len(self.rows), device=tensor.device)[:, None]
                 taken = tensor.transpose(1, 2)[
                     row, filled + slots.to(tensor.device)
@@ -112,12 +112,12 @@ class Bucket:
         derived = Bucket(range(first, first + count), len(self.filled))
         derived.filled, derived.capacity = list(self.filled), list(self.capacity)
         for layer in range(len(self.filled)):
-            keys, values, positions = self._whole(layer)
+            keys, values, positions = self.whole(layer)
             derived.keys[layer], derived.values[layer] = part(keys), part(values)
             derived.positions[layer] = part(positions)
         return derived
 
-    def _whole(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+    def whole(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions up to the capacity."""
         keys, values, positions = self.keys[layer], self.values[layer], self.positions[layer]
         assert keys is not None
@@ -128,7 +128,7 @@ class Bucket:
     def view(self, layer: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys, values and positions in use: (row, kv_head, slot, dim), same, (row, kv_head, slot)."""
         filled = self.filled[layer]
-        keys, values, positions = self._whole(layer)
+        keys, values, positions = self.whole(layer)
         return keys[:, :, :filled], values[:, :, :filled], positions[:, :, :filled]
 
 
@@ -203,17 +203,19 @@ class Cache:
         for layer in range(self.layers):
             size = kept[0].slots[layer].shape[-1]
             for source, members in runs:
-                keys, values, positions = source.view(layer)
+                keys, values, _ = source.view(layer)
                 if bucket.keys[layer] is None:
                     bucket.allocate(layer, size + room, keys, values)
                     bucket.filled[layer] = size
                 slots = torch.stack([kept[i].slots[layer] for i in members]).to(keys.device)
                 row = torch.tensor([kept[i].source - source.rows.start for i in members], device=keys.device)
                 head = torch.arange(keys.shape[1], device=keys.device)
-                index = (row[:, None, None], head[None, :, None], slots)
+                heads = row[:, None, None] * len(head) + head[None, :, None]
+                index = (heads * source.capacity[layer] + slots).flatten()
                 part = slice(members[0], members[-1] + 1)
-                for target, origin in zip(bucket.view(layer), (keys, values, positions), strict=True):
-                    target[part] = origin[index]
+                for target, origin in zip(bucket.view(layer), source.whole(layer), strict=True):
+                    found = origin.flatten(0, 2).index_select(0, index)  # whole vectors: faster than indexing
+                    target[part] = found.view(slots.shape + origin.shape[3:])
         return bucket
 
     def take_rows(self, rows: Sequence[int]) -> Cache:
@@ -238,7 +240,7 @@ class Cache:
         return cache
 
     def pieces(self, most: int) -> Iterator[Cache]:
-        """This cache, or pieces of at most `most` rows that share its tensors, where there is room already."""
+        """This cache, or pieces of at most `most` rows that share its tensors, which must have room."""
         if self.rows <= most:
             yield self
             return

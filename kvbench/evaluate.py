@@ -12,7 +12,7 @@ from torch import Tensor
 from .answer import DRAFT, Answered, Asked, FutureAttention, Outcome, answer_rows
 from .cache import Cache
 from .config import Cell
-from .eviction import eviction_cost, missed_mass
+from .eviction import eviction_costs, missed_mass
 from .loop import Compressed, Ranker, Ranking, Target, compress_in_chunks, evict, rank_stored, read_and_rank
 from .models import LoadedModel
 from .policy import Need
@@ -96,16 +96,16 @@ def evaluate(
     started = time.perf_counter()
     context.answered = answer_rows(context.asked, context.full, observer=context.future)
     seconds = {"prefill_s": context.prefill_s, "score_s": 0.0, "answer_s": time.perf_counter() - started}
-    n = len(prompt.context)
-    held = _held(lm, context.full, 0, _positions(lm, context.full, 0))
-    full = Measurement(context.answered.outcomes[0], *held, 0.0, None, seconds)
+    outcome = context.answered.outcomes[0]
+    if not prompt.context:  # nothing is cached before the question, so nothing can be evicted
+        full = Measurement(outcome, 0, 0, 0, 0.0, None, seconds)
+        return Evaluated(full, dict.fromkeys(cells, full))
+    (held,) = _held(lm, context.full, context.utility)
+    full = Measurement(outcome, held.pairs, held.slots, held.nbytes, 0.0, None, seconds)
     done = Evaluated(full)
-    if n == 0:  # nothing is cached before the question, so nothing can be evicted
-        done.cells = dict.fromkeys(cells, full)
-        return done
     _rank_late(context, cells)
     costs = _eviction_costs(context)
-    for batch in _batches(lm, cells, n, context.room):
+    for batch in _batches(lm, cells, len(prompt.context), context.room):
         done.cells |= _evaluate_batch(context, batch, costs, key)
     return done
 
@@ -152,12 +152,13 @@ def _rank_late(context: _Context, cells: dict[Cell, Ranker]) -> None:
 
 def _eviction_costs(context: _Context) -> dict[Ranker, float]:
     """C(sigma)/C(sigma*) of each ranking, the mean over layers and KV heads."""
-    ranking, utility = context.ranking, context.utility
-    return {
-        ranker: eviction_cost(ranking.order(row, ranker), utility).mean().item()
-        for row, ranker in ranking.orders
-        if (row, ranker) not in ranking.failed
-    }
+    ranking = context.ranking
+    rankers = [(row, ranker) for row, ranker in ranking.orders if (row, ranker) not in ranking.failed]
+    if not rankers:
+        return {}
+    costs = eviction_costs([ranking.order(row, ranker) for row, ranker in rankers], context.utility)
+    found = torch.stack([cost.mean() for cost in costs]).tolist()
+    return {ranker: cost for (_, ranker), cost in zip(rankers, found, strict=True)}
 
 
 def _batches(
@@ -188,24 +189,27 @@ def _evaluate_batch(
     compressed = _compress(context, cells, list(dict.fromkeys(target_of.values())), key)
     started = time.perf_counter()
     outcomes: list[Outcome] = []
+    held: list[_Held] = []
     if compressed.row_of:
+        held = _held(lm, compressed.cache, context.utility)
         outcomes = answer_rows(context.asked, compressed.cache, context.answered).outcomes
     answer_s = (time.perf_counter() - started) / max(1, len(outcomes))
-    utility = context.utility
     done: dict[Cell, Measurement | Failure] = {}
     for cell, target in target_of.items():
         if target in compressed.failed:
             done[cell] = Failure(compressed.failed[target])
             continue
         row = compressed.row_of[target]
-        positions = _positions(lm, compressed.cache, row)
-        kept, peak, kv_bytes = _held(lm, compressed.cache, row, positions)
-        missed = missed_mass(positions, utility).mean().item()
         score_s = compressed.seconds.get(target.ranker, 0.0)
-        times = {"prefill_s": context.prefill_s, "score_s": score_s, "answer_s": answer_s}
-        peak = max(peak, compressed.peak[target])
-        cost = costs.get(target.ranker)
-        done[cell] = Measurement(outcomes[row], kept, peak, kv_bytes, missed, cost, times)
+        done[cell] = Measurement(
+            outcome=outcomes[row],
+            kept=held[row].pairs,
+            peak=max(held[row].slots, compressed.peak[target]),
+            kv_bytes=held[row].nbytes,
+            missed_mass=held[row].missed,
+            eviction_cost=costs.get(target.ranker),
+            times={"prefill_s": context.prefill_s, "score_s": score_s, "answer_s": answer_s},
+        )
     return done
 
 
@@ -229,20 +233,33 @@ def _compress(
     return Compressed(cache, row_of, failed, ranking.seconds, peak)
 
 
-def _positions(lm: LoadedModel, cache: Cache, row: int) -> Tensor:
-    """Original positions held by a row: (full_layer, kv_head, kept)."""
-    bucket, offset = cache.locate(row)
-    return torch.stack([bucket.view(layer)[2][offset].to(lm.device) for layer in lm.geometry.full_layers])
+@dataclass(frozen=True)
+class _Held:
+    """What a row holds, counted in its tensors.
+
+    pairs: per KV head. slots, nbytes: of the row. missed: share of the future attention that it lost.
+    """
+
+    pairs: int
+    slots: int
+    nbytes: int
+    missed: float
 
 
-def _held(lm: LoadedModel, cache: Cache, row: int, positions: Tensor) -> tuple[int, int, int]:
-    """Pairs per KV head, slots and bytes of a row with these positions, counted in its tensors."""
-    bucket, offset = cache.locate(row)
-    if positions.shape[-1] == 0:
-        return 0, 0, 0
-    layers = range(lm.geometry.layers)
-    size = sum(tensor[offset].nbytes for layer in layers for tensor in bucket.view(layer)[:2])
-    distinct = (positions.diff(dim=-1) > 0).sum(-1) + 1
-    kept = {int(count) for count in distinct.unique()}
-    assert len(kept) == 1, f"KV heads hold different numbers of pairs: {kept}"
-    return kept.pop(), positions.shape[-1], size
+def _held(lm: LoadedModel, cache: Cache, utility: Tensor) -> list[_Held]:
+    """Every row of a cache that holds nothing but context; the host reads the counts of all rows at once."""
+    counted: list[Tensor] = []
+    sizes: list[tuple[int, int]] = []
+    for bucket in cache.buckets:
+        held = [bucket.view(layer)[2].to(lm.device) for layer in lm.geometry.full_layers]
+        positions = torch.stack(held, 1)  # (row, full_layer, kv_head, kept)
+        distinct = (positions.diff(dim=-1) > 0).sum(-1) + min(1, positions.shape[-1])
+        missed = missed_mass(positions, utility.expand(len(bucket.rows), -1, -1, -1)).flatten(1).mean(1)
+        counted.append(torch.stack([distinct.amin((1, 2)), distinct.amax((1, 2)), missed.double()], 1))
+        tensors = [tensor for layer in range(lm.geometry.layers) for tensor in bucket.view(layer)[:2]]
+        sizes += [(positions.shape[-1], sum(tensor[0].nbytes for tensor in tensors))] * len(bucket.rows)
+    rows = []
+    for (least, most, missed), (slots, nbytes) in zip(torch.cat(counted).tolist(), sizes, strict=True):
+        assert least == most, f"KV heads hold different numbers of pairs: {least:.0f} to {most:.0f}"
+        rows.append(_Held(int(least), slots, nbytes, missed))
+    return rows

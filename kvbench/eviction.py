@@ -16,11 +16,16 @@ def eviction_cost(order: Tensor, utility: Tensor) -> Tensor:
     order: (..., slot) a ranking; utility: (..., slot) float32, not negative. Returns (...) float32,
     1 for the best ranking; 1 where all utility is 0, because then every ranking is as good.
     """
-    rank = torch.arange(1, order.shape[-1] + 1, device=order.device, dtype=torch.float64)
+    return eviction_costs([order], utility)[0]
+
+
+def eviction_costs(orders: list[Tensor], utility: Tensor) -> list[Tensor]:
+    """`eviction_cost` of several rankings of the same tokens."""
     utility = utility.double()
-    cost = (utility.gather(-1, order) * rank).sum(-1)
+    rank = torch.arange(1, utility.shape[-1] + 1, device=utility.device, dtype=torch.float64)
     best = (utility.sort(-1, descending=True).values * rank).sum(-1)
-    return torch.where(best > 0, cost / best, 1.0).float()
+    costs = [(utility.gather(-1, order) * rank).sum(-1) for order in orders]
+    return [torch.where(best > 0, cost / best, 1.0).float() for cost in costs]
 
 
 def missed_mass(kept: Tensor, utility: Tensor) -> Tensor:

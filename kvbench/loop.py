@@ -19,11 +19,11 @@ from .attention import Layer, Observer, Pass
 from .cache import Cache, Kept
 from .errors import KvbenchError, UnsupportedModel
 from .models import LoadedModel
-from .observe import Observation, Probed
+from .observe import Observation, Probed, scrambled
 from .policy import Need, Pins, Policy
 from .probe import probe_tokens, rank_probed
 from .rank import keep, rank
-from .score import reason, validated_score
+from .score import not_finite, reason, score_and_flag
 
 
 @dataclass(frozen=True)
@@ -99,6 +99,7 @@ class Ranking:
     orders: (row, ranker) -> per full layer (kv_head, slot). failed: same -> what the policy did wrong.
     seconds: ranker -> time spent in its score and sort, and in reading its extra tokens. probed: how many
     extra tokens the pass reads; they stand last, do not compete, and `new` tokens were read before them.
+    flags: (row, ranker, layer, whether its score is finite, on the device), until `settle` reads them.
     """
 
     lm: LoadedModel
@@ -110,6 +111,7 @@ class Ranking:
     failed: dict[tuple[int, Ranker], str] = field(default_factory=dict)
     seconds: dict[Ranker, float] = field(default_factory=dict)
     hidden: dict[int, Tensor] = field(default_factory=dict)
+    flags: list[tuple[int, Ranker, int, Tensor]] = field(default_factory=list)
     probed: int = 0
     new: int = 0
     _finished: dict[tuple[int, Ranker], Tensor] = field(default_factory=dict)
@@ -153,14 +155,25 @@ class Ranking:
             return
         started = time.perf_counter()
         try:
-            score = validated_score(ranker.policy, seen)
+            score, finite = score_and_flag(ranker.policy, seen)
         except KvbenchError as error:
             self.failed[row, ranker] = reason(ranker.policy, error)
             return
+        self.flags.append((row, ranker, seen.layer, finite))
         order = rank(score, seen.positions, ranker.pins, seen.seen)
         self.orders.setdefault((row, ranker), []).append(order[0])
         spent = time.perf_counter() - started
         self.seconds[ranker] = self.seconds.get(ranker, 0.0) + spent
+
+    def settle(self) -> None:
+        """Read once what the devices know of all scores: a policy whose score is not finite has failed."""
+        if not self.flags:
+            return
+        finite = torch.stack([flag.to(self.lm.device) for *_, flag in self.flags]).tolist()
+        for (row, ranker, layer, _), fine in zip(reversed(self.flags), reversed(finite), strict=True):
+            if not fine:  # the first layer has the last word
+                self.failed[row, ranker] = not_finite(ranker.policy, layer)
+        self.flags.clear()
 
     def without_probes(self) -> Ranking:
         """The same ranking, results included, for the rankers that read no extra tokens."""
@@ -199,6 +212,7 @@ def read_and_rank(
         read(lm, cache, ids, start, observer=_both(ranking.without_probes(), observer))
         seconds = time.perf_counter() - started - (sum(ranking.seconds.values()) - scoring)
     rank_probed(lm, cache, ids.shape[0], ranking)
+    ranking.settle()
     return seconds
 
 
@@ -218,6 +232,7 @@ def rank_stored(cache: Cache, ranking: Ranking, modules: dict[int, tuple[Any, fl
             keys = bucket.view(index)[0]
             no_queries = keys.new_empty(keys.shape[0], keys.shape[1], 0, keys.shape[3])
             ranking(Layer(index, bucket, no_queries, scaling, module))
+    ranking.settle()
 
 
 @contextmanager
@@ -248,26 +263,61 @@ def evict(
     targets that keep the same slots of the same row share one.
     """
     kept: list[Kept] = []
-    known: dict[tuple[int, bytes], int] = {}
+    known: dict[Any, int] = {}
     index = []
-    for target, row in zip(targets, row_of, strict=True):
-        slots = _kept_slots(lm, cache, target, row, ranking)
-        digest = b"" if slots is None else torch.cat([s.flatten() for s in slots]).cpu().numpy().tobytes()
-        name = (row, digest)
+    names = _names(lm, cache, targets, row_of, ranking)
+    for target, row, name in zip(targets, row_of, names, strict=True):
         if name not in known:
             known[name] = len(kept)
-            kept.append(Kept(row, _all_layers(lm, cache, row, slots)))
+            kept.append(Kept(row, _all_layers(lm, cache, row, _kept_slots(lm, cache, target, row, ranking))))
         index.append(known[name])
     compacted, place = cache.compact(kept, room)
     return compacted, [place[i] for i in index]
+
+
+def _names(
+    lm: LoadedModel, cache: Cache, targets: list[Target], row_of: list[int], ranking: Ranking
+) -> list[tuple[int, ...]]:
+    """A name for what each target keeps: equal names, equal slots of one row.
+
+    Every (layer, KV head, slot) has 128 random bits, and a kept set has the sum of its members', in two
+    numbers. The sums of all budgets of a ranking are its running sums, and the host reads all of them once.
+    """
+    sums: dict[tuple[int, Ranker], Tensor] = {}
+    asked: list[Tensor] = []
+    names: list[tuple[int, ...]] = [(row,) for row in row_of]
+    cut = []
+    for i, (target, row) in enumerate(zip(targets, row_of, strict=True)):
+        if _fits(lm, cache, target, row):
+            continue
+        if (row, target.ranker) not in sums:
+            sums[row, target.ranker] = _running_sums(ranking.order(row, target.ranker))
+        asked.append(sums[row, target.ranker][:, target.budget - 1])
+        cut.append(i)
+    if asked:
+        for i, name in zip(cut, torch.stack(asked).tolist(), strict=True):
+            names[i] = (row_of[i], *name)
+    return names
+
+
+def _running_sums(order: Tensor) -> Tensor:
+    """(layer, kv_head, slot) slots -> (2, slot) int64: sums of random bits, over the slots ranked so far."""
+    numbers = torch.arange(order.numel(), device=order.device).view(order.shape)
+    bits = torch.stack([scrambled(numbers + 1), scrambled(numbers + 1 + order.numel())])
+    return bits.gather(-1, order.expand_as(bits)).sum((1, 2)).cumsum(-1)
+
+
+def _fits(lm: LoadedModel, cache: Cache, target: Target, row: int) -> bool:
+    """Whether all of a row's slots stay."""
+    bucket, _ = cache.locate(row)
+    return bucket.filled[lm.geometry.full_layers[0]] <= target.budget
 
 
 def _kept_slots(
     lm: LoadedModel, cache: Cache, target: Target, row: int, ranking: Ranking
 ) -> Tensor | None:  # fmt: skip
     """Slots to keep in the full-attention layers (full_layer, kv_head, kept); None when all stay."""
-    bucket, _ = cache.locate(row)
-    if bucket.filled[lm.geometry.full_layers[0]] <= target.budget:
+    if _fits(lm, cache, target, row):
         return None
     return keep(ranking.order(row, target.ranker), target.budget)
 

@@ -52,13 +52,21 @@ def rank_probed(lm: LoadedModel, cache: Cache, new: int, ranking: Ranking) -> No
         part = cache if len(rows) == cache.rows else cache.take_rows(rows)
         wanted = [asked.rows[row] for row in rows]
         own = replace(
-            ranking, wanted=wanted, orders={}, failed={}, hidden={}, probed=len(asked.tokens), new=new
+            ranking,
+            wanted=wanted,
+            orders={},
+            failed={},
+            hidden={},
+            flags=[],
+            probed=len(asked.tokens),
+            new=new,
         )
         mark = part.mark()
         read_embedded(lm, part, asked.tokens, ranking.seen, own)
         part.rewind(mark)
         ranking.orders |= {(rows[row], ranker): order for (row, ranker), order in own.orders.items()}
         ranking.failed |= {(rows[row], ranker): reason for (row, ranker), reason in own.failed.items()}
+        ranking.flags += [(rows[row], ranker, layer, flag) for row, ranker, layer, flag in own.flags]
         seconds = time.perf_counter() - started - (sum(ranking.seconds.values()) - scoring)
         for ranker in dict.fromkeys(ranker for row in wanted for ranker in row):
             ranking.seconds[ranker] = ranking.seconds.get(ranker, 0.0) + seconds

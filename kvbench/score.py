@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Set
 
 import torch
@@ -24,9 +23,22 @@ def validated_score(policy: Policy, seen: Observation) -> Tensor:
 
 def score_seeing(policy: Policy, seen: Observation, needs: Set[Need]) -> Tensor:
     """`validated_score` for a policy that may look at `needs`, whatever it declares."""
-    name = policy.name or type(policy).__name__
+    score, finite = score_and_flag(policy, seen, needs)
+    if not finite.item():
+        raise PluginError(not_finite(policy, seen.layer))
+    return score
+
+
+def score_and_flag(
+    policy: Policy, seen: Observation, needs: Set[Need] | None = None
+) -> tuple[Tensor, Tensor]:
+    """`validated_score` without waiting for the device: whether all is finite is a bool on the device.
+
+    The caller reads it when convenient, and then must refuse with `not_finite`.
+    """
+    name = _name(policy)
     try:
-        score = policy.score(seen.limited_to(frozenset(needs)))
+        score = policy.score(seen.limited_to(frozenset(policy.needs if needs is None else needs)))
     except PluginError as error:
         raise PluginError(f"policy '{name}', layer {seen.layer}: {error}") from error
     except KvbenchError:
@@ -38,7 +50,19 @@ def score_seeing(policy: Policy, seen: Observation, needs: Set[Need]) -> Tensor:
     fault = _fault(score, seen)
     if fault:
         raise PluginError(f"policy '{name}', layer {seen.layer}: {fault}")
-    return score
+    # One pass: NaN and inf survive the sum, and finite float32 values cannot overflow float64.
+    return score, score.sum(dtype=torch.float64).isfinite()
+
+
+def not_finite(policy: Policy, layer: int) -> str:
+    """What to say of a score that is not finite."""
+    return (
+        f"policy '{_name(policy)}', layer {layer}: score holds NaN or inf; every slot needs a finite number"
+    )
+
+
+def _name(policy: Policy) -> str:
+    return policy.name or type(policy).__name__
 
 
 def reason(policy: Policy, error: KvbenchError) -> str:
@@ -47,7 +71,7 @@ def reason(policy: Policy, error: KvbenchError) -> str:
 
 
 def _fault(score: object, seen: Observation) -> str:
-    """What is wrong with a score, in words; "" when nothing is."""
+    """What is wrong with the form of a score, in words; "" when nothing is."""
     if not isinstance(score, Tensor):
         return f"score returned {type(score).__name__}; it must return a torch.Tensor"
     wanted = tuple(seen.keys.shape[:3])
@@ -57,7 +81,4 @@ def _fault(score: object, seen: Observation) -> str:
         return f"score has dtype {score.dtype}; it must be torch.float32: end with .float()"
     if score.device != seen.keys.device:
         return f"score is on {score.device}; it must stay on {seen.keys.device}, with the layer's keys"
-    # One pass: NaN and inf survive the sum, and finite float32 values cannot overflow float64.
-    if not math.isfinite(score.sum(dtype=torch.float64).item()):
-        return "score holds NaN or inf; every slot needs a finite number"
     return ""

@@ -114,11 +114,11 @@ def test_their_attention_is_the_plain_models(arch: str) -> None:
     """One sequence of context and extra tokens in a plain model, its attention cut to the context."""
     shown: dict[int, Observation] = {}
 
-    def spy(policy: Policy, seen: Observation) -> Tensor:
+    def spy(policy: Policy, seen: Observation) -> tuple[Tensor, Tensor]:
         shown[seen.layer] = seen
-        return seen.positions.float()
+        return seen.positions.float(), torch.tensor(True)
 
-    with patch("kvbench.loop.validated_score", spy):
+    with patch("kvbench.loop.score_and_flag", spy):
         prefilled(arch, [ranker()])
     assert list(shown) == list(loaded(arch).geometry.full_layers)
     model = plain(arch)

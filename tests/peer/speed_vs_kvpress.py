@@ -4,10 +4,10 @@
     python tests/peer/speed_vs_kvpress.py --case long     # 7 policies x 10 budgets x 1 prompt of 4k tokens
 
 Every measurement is a process of its own, in both orders. kvbench makes an ordinary run: full cache, all
-metrics, rows and table written. kvpress makes one pass of its own pipeline per (policy, budget, prompt), which
-gives a text. Loading the model is not counted on either side; times with it are printed, too. What was kept
-must have the same size everywhere, the full cache must answer the same, and so must, where kvpress ranks by
-the same number, every other cell but those few in which equal scores are cut differently.
+metrics, rows and table written. kvpress makes one pass of its own pipeline per (policy, budget, prompt),
+which gives a text. Imports and loading the model are not counted on either side; times with them are
+printed, too. What was kept must have the same size everywhere, the full cache must answer the same, and so
+must, where kvpress ranks by the same number, all cells but the few in which equal scores are cut differently.
 The last line is `ratio X.X`: kvpress' total time over ours. Exit code 1 when something does not agree.
 """
 
@@ -196,7 +196,9 @@ def disagreements(work: Work, ours: Side, theirs: Side) -> list[str]:
     if compared:
         agree = sum(compared.values())
         apart = "; ".join(cell for cell, equal in compared.items() if not equal)
-        print(f"answers of {', '.join(SAME_NUMBER)}: {agree} of {len(compared)} equal {apart and f'(not: {apart})'}")
+        print(
+            f"answers of {', '.join(SAME_NUMBER)}: {agree} of {len(compared)} equal; not: {apart or 'none'}"
+        )
         if agree < AGREE * len(compared):
             found.append(f"only {agree} of {len(compared)} answers are equal")
     print(f"kept sizes compared: {len(theirs.kept)}")
@@ -204,7 +206,9 @@ def disagreements(work: Work, ours: Side, theirs: Side) -> list[str]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--case", choices=CASES, default="short")
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--budgets", help="default: the case's")
@@ -242,11 +246,12 @@ def compare(work: Work, orders: int) -> int:
         print(f"DIFFERS: {fault}")
     cells = len(work.policies) * len(work.budgets) * work.prompts
     work_s, total_s = (
-        {side: sum(getattr(done, kind) for done in times[side]) for side in SIDES} for kind in ("seconds", "total")
+        {side: sum(getattr(done, kind) for done in times[side]) for side in SIDES}
+        for kind in ("seconds", "total")
     )
     print(
-        f"{len(work.policies)} policies x {len(work.budgets)} budgets x {work.prompts} prompts = {cells} cells, "
-        f"{orders} orders; whole processes: ratio {total_s['kvpress'] / total_s['kvbench']:.1f}"
+        f"{len(work.policies)} policies x {len(work.budgets)} budgets x {work.prompts} prompts = {cells} "
+        f"cells, {orders} orders; whole processes: ratio {total_s['kvpress'] / total_s['kvbench']:.1f}"
     )
     print(f"ratio {work_s['kvpress'] / work_s['kvbench']:.1f}")
     return 1 if found else 0
