@@ -35,14 +35,14 @@ def test_near_float32(arch: str, schedule: str) -> None:
     cells = cells_of(SPECS, (33,), schedule)
     full = try_out(loaded(arch), prompt_of(), cells)
     seen: list[torch.dtype] = []
-    original = loop.validated_score
+    original = loop.score_and_flag
 
-    def spy(policy: Any, observation: Any) -> torch.Tensor:
-        score = original(policy, observation)
+    def spy(policy: Any, observation: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        score, finite = original(policy, observation)
         seen.append(score.dtype)
-        return score
+        return score, finite
 
-    with patch.object(loop, "validated_score", spy):
+    with patch.object(loop, "score_and_flag", spy):
         half = try_out(rounded(arch), prompt_of(), cells)
     assert set(seen) == {torch.float32}
     assert half.done.full.outcome.nll == pytest.approx(full.done.full.outcome.nll, abs=NATS)
