@@ -44,11 +44,15 @@ BESIDE_PROBE = frozenset({Need.PROBE, Need.KEYS, Need.VALUES, Need.RANDOM})
 
 @dataclass
 class Scored:
-    """Scores of all layers, and the first layer of each kind of refusal."""
+    """Scores of all layers, and the first layer of each kind of refusal.
+
+    unsteady: why scores cannot be compared.
+    """
 
     scores: dict[Specimen, Tensor] = field(default_factory=dict)
     invalid: str = ""
     undeclared: str = ""
+    unsteady: str = ""
     declined: list[str] = field(default_factory=list)
 
 
@@ -67,6 +71,9 @@ def check_policy(spec: str) -> list[Finding]:
         return written
     with torch.no_grad():
         scored = _score_all(policy)
+        steady = _tried("is deterministic, whatever was scored before", policy, scored, _changed)
+        if not steady.passed:  # what compares scores would blame whatever it changed
+            scored.unsteady = "not tried: the same layer gets another score each time"
         return [
             *written,
             _valid(scored),
@@ -74,7 +81,7 @@ def check_policy(spec: str) -> list[Finding]:
             _tried(
                 "is pure: leaves its inputs, shared work and torch's random state", policy, scored, _impure
             ),
-            _tried("is deterministic, whatever was scored before", policy, scored, _changed),
+            steady,
             _tried("scores each row of a batch by itself", policy, scored, _mixed),
         ]
 
@@ -119,7 +126,7 @@ def _valid(scored: Scored) -> Finding:
 
 def _tried(law: str, policy: Policy, scored: Scored, trial: Trial, known: str = "") -> Finding:
     """Try a law on every layer, the largest first, and report the smallest that breaks it."""
-    fault = known
+    fault = known or (scored.unsteady if trial in (_undeclared, _mixed) else "")
     if not scored.scores:
         fault = fault or "not tried: no layer got a valid score"
     for specimen, score in [] if fault else reversed(scored.scores.items()):
@@ -199,15 +206,18 @@ def _impure(policy: Policy, specimen: Specimen, score: Tensor) -> str:
     before = {name: value.clone() for name, value in _inputs(seen).items()}
     state = torch.get_rng_state()
     validated_score(policy, seen)
+    faults = []
     if not torch.equal(state, torch.get_rng_state()):
-        return "it draws from torch's global random state: use seen.uniform()"
+        faults.append("it draws from torch's global random state: use seen.uniform()")
     changed = [name for name, value in _inputs(seen).items() if not torch.equal(value, before[name])]
     changed += [
         f"shared {name}"
         for name, copy in shared.copies.items()
         if isinstance(copy, Tensor) and not torch.equal(copy, shared[name])
     ]
-    return f"it writes into {', '.join(changed)}: work on a copy" if changed else ""
+    if changed:
+        faults.append(f"it writes into {', '.join(changed)}: work on a copy")
+    return "; ".join(faults)
 
 
 def _inputs(seen: Observation) -> dict[str, Tensor]:

@@ -89,7 +89,9 @@ def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
         "reason": "",
         "note": "; ".join(filter(None, _notes(work, cell, sample))),
         "text": "",
-        "gold_label": work.plan.task.label(sample),
+        "gold_label": guarded(
+            work.plan.task, f"to label sample {sample.id!r}", lambda: work.plan.task.label(sample)
+        ),
         "label": None,
         "metrics": {},
         "times": {},

@@ -42,8 +42,9 @@ class Specimen:
     def __str__(self) -> str:
         heads = "1 KV head" if self.kv_heads == 1 else f"{self.kv_heads} KV heads"
         slots = "1 slot" if self.slots == 1 else f"{self.slots} slots"
+        group = "1 query head" if self.group == 1 else f"{self.group} query heads"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"{slots}, {heads}, {self.group} query heads each, {dtype} keys, {KINDS[self.kind]}"
+        return f"{slots}, {heads}, {group} each, {dtype} keys, {KINDS[self.kind]}"
 
     @property
     def new(self) -> int:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,7 +19,7 @@ from kvbench.check import Finding, check_policy
 from kvbench.errors import PluginError, UnsupportedModel
 from kvbench.observe import Observation
 from kvbench.policy import Need, Policy, param
-from kvbench.registry import Registry, register
+from kvbench.registry import POLICIES, Registry, register
 from kvbench.score import validated_score
 from kvbench.specimen import PARTS, Specimen
 
@@ -58,6 +63,11 @@ def _writes_shared(seen: Observation) -> torch.Tensor:
     return seen.by_group(seen.window_attention(4).clamp_(max=0.1).sum(2)).sum(2)
 
 
+def _writes_and_draws(seen: Observation) -> torch.Tensor:
+    torch.rand(1)
+    return _writes(seen)
+
+
 def _remembers() -> Callable[[Observation], torch.Tensor]:
     calls: list[int] = []
 
@@ -88,9 +98,12 @@ def test_a_sound_policy_breaks_no_law(try_: Callable[..., dict[str, Finding]]) -
     ("score", "needs", "law", "detail"),
     [
         (_writes, [Need.KEYS], "is pure", "writes into keys"),
+        (_writes_and_draws, [Need.KEYS], "is pure", "random state: use seen.uniform(); it writes into keys"),
         (_writes_shared, [Need.KEYS, Need.WINDOW_QUERIES], "is pure", "shared ('window', 4)"),
         (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "is pure", "random state"),
         (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "is deterministic", "another score"),
+        (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "reads only", "not tried"),
+        (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "scores each row", "not tried"),
         (_remembers(), [Need.KEYS], "is deterministic", "another score"),
         (_peeks, [Need.KEYS], "reads only", "queries"),
         (_norms, [Need.VALUES], "reads only", "keys"),
@@ -214,3 +227,21 @@ def test_large_finite_scores_and_refusals_pass() -> None:
 
     with pytest.raises(UnsupportedModel, match="another model"):
         validated_score(_made(refuse, set())(), seen)
+
+
+def test_the_policy_in_contributing_passes() -> None:
+    """As it is written there; no other test sees it registered."""
+    text = (Path(__file__).parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    code = next(part for part in re.findall(r"```python\n(.*?)```", text, re.S) if "@register(" in part)
+    assert len(code.splitlines()) < 30
+    POLICIES.names()
+    module = ModuleType("value_norm")
+    with (
+        patch.object(POLICIES, "_places", dict(POLICIES._found())),
+        patch.object(POLICIES, "_classes", dict(POLICIES._classes)),
+        patch.dict(sys.modules, {"value_norm": module}),
+    ):
+        exec(compile(code, "CONTRIBUTING.md", "exec"), vars(module))
+        findings = check_policy("value_norm")
+    assert len(findings) == 8
+    assert [finding for finding in findings if not finding.passed] == []
