@@ -191,3 +191,12 @@ def test_a_damaged_trace_is_named(tmp_path: Path) -> None:
         StoreError, match=r"layer-00.safetensors is damaged or cut off.*make the traces again"
     ):
         TraceSet(tmp_path)[0].layer(0)
+
+
+@pytest.mark.usefixtures("toys")
+def test_a_task_that_cannot_name_a_label_is_named(folder: str, tmp_path: Path) -> None:
+    with (
+        patch.object(toy.Toy, "label", side_effect=IndexError("gold")),
+        pytest.raises(kvbench.errors.PluginError, match="task 'laws_toy' failed to label sample '0': IndexE"),
+    ):
+        recorded(config(folder, tmp_path, **FEW))
