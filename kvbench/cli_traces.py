@@ -64,6 +64,11 @@ def train(
     traces: Annotated[str, typer.Option(help="Folder that `kvbench trace` wrote.")],
     out: Annotated[str, typer.Option(help="File for the weights.")],
     recipe: Annotated[str | None, typer.Option(help="Named settings; default: the trainer's first.")] = None,
+    executor: Annotated[str, typer.Option(help="local, or ray: layers dealt out to workers.")] = "local",
+    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per machine.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+    ] = None,
 ) -> None:
     """Train a policy on recorded traces. Resumes; the same seed gives the same weights.
 
@@ -71,11 +76,19 @@ def train(
     """
     from pathlib import Path
 
+    from .executors import executor_named
     from .training import trainer_of
 
     trainer = trainer_of(POLICIES.get(policy))
     chosen = trainer.recipe(recipe, _pairs(ctx.args))
-    card = trainer.train(chosen, Path(traces), Path(out), typer.echo)
+    with executor_named(executor, workers, ray_address) as where:
+        where.check("policy", [policy])
+        if executor == "local":
+            card = trainer.train(chosen, Path(traces), Path(out), typer.echo)
+        elif trainer.train_sharded is not None:
+            card = trainer.train_sharded(chosen, Path(traces), Path(out), typer.echo, where)
+        else:
+            raise BadInput(f"--executor {executor}: {policy} is trained in one piece, use local")
     typer.echo(f"{out}: validation cost {card['validation_cost']:.3f} after {card['seconds']:.0f} s")
     typer.echo(f"next: kvbench run --policy {policy}:weights={out} --task needle --budgets 64,128 --limit 8")
 

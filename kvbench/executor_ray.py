@@ -91,6 +91,9 @@ class RayExecutor(Executor):
         self._gpus = _gpus(gpus, self.workers, opened.spread) if opened.device.type == "cuda" else 0
         return opened
 
+    def width(self) -> int:
+        return _size(_nodes(self._connected()), self.workers, self._gpus)[0]
+
     def facts(self) -> dict[str, Any]:
         return {"executor": self.name, **self._facts}
 

@@ -53,6 +53,10 @@ class Executor(ABC):
         An error that `hold` or `work` raises is raised here.
         """
 
+    def width(self) -> int:
+        """How many jobs are in work at a time."""
+        return 1
+
     def facts(self) -> dict[str, Any]:
         """How the work was done, for the manifest."""
         return {"executor": self.name}

@@ -182,7 +182,7 @@ def _probe(clock: Clock, cache: Cache, ranking: Ranking, ranker: Ranker, stages:
     """Score for a policy with extra tokens: reading them is a part of its scoring, shared by all layers."""
     lm, n = ranking.lm, ranking.seen
     try:
-        tokens = validated_probe(ranker.policy, lm, n)
+        tokens = validated_probe(ranker.policy, lm, 0)  # at n they may be beyond the model: only time counts
     except KvbenchError as error:
         stages.failed = reason(ranker.policy, error)
         return

@@ -17,6 +17,7 @@ from .policy import Policy
 from .spec import build, parameters
 
 if TYPE_CHECKING:
+    from .executors import Executor
     from .trace import TraceSet
 
 Report = Callable[[str], None]
@@ -29,11 +30,13 @@ class Trainer:
     """What `kvbench train --policy NAME` runs.
 
     recipes: named, complete settings; the first is the default. train: (recipe, traces folder, weights
-    file, report) -> the card that is stored in the file.
+    file, report) -> the card that is stored in the file. train_sharded: the same with an executor whose
+    workers train parts that do not depend on each other; None where there are no such parts.
     """
 
     recipes: Mapping[str, Any]
     train: Callable[[Any, Path, Path, Report], dict[str, Any]]
+    train_sharded: Callable[[Any, Path, Path, Report, Executor], dict[str, Any]] | None = None
 
     def recipe(self, name: str | None, changes: Mapping[str, str]) -> Any:
         """A recipe with some settings changed, values as written on the command line.

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from kvbench.errors import WorkersLost
+from kvbench.executors import Executor, Lost
 from kvbench.results import check_writable
 from kvbench.trace import TraceSet
 from kvbench.training import Report, Trainer, commands
@@ -53,6 +57,53 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
     return card
 
 
+def train_sharded(
+    recipe: TrainConfig, folder: Path, out: Path, report: Report, executor: Executor
+) -> dict[str, Any]:
+    """`train_file` with the layers dealt out to workers: the same weights, because heads learn apart.
+
+    Workers read the traces and keep their state beside `out`, so both lie where all machines see them;
+    a layer whose worker died goes on from its state.
+    """
+    traces = TraceSet(folder)
+    check_writable(out.parent)
+    started = time.perf_counter()
+    count = min(executor.width(), traces.layers)
+    edges = [traces.layers * i // count for i in range(count + 1)]
+    parts = [range(first, stop) for first, stop in pairwise(edges)]
+    report(f"training {traces.layers} layers in {count} parts")
+    work = partial(_train_part, recipe, out.absolute())
+    results: dict[int, tuple[ScorerWeights, float]] = {}
+    for index, found in executor.compute(partial(TraceSet, folder.absolute()), work, parts):
+        layers = parts[index]
+        if isinstance(found, Lost):
+            raise WorkersLost(f"{_told(layers)} could not be trained: {found.reason}")
+        results[index] = found
+        report(f"{_told(layers)}: validation cost {found[1]:.3f}")
+    weights = ScorerWeights.joined([results[index][0] for index in range(count)])
+    cost = sum(results[index][1] * len(parts[index]) for index in range(count)) / traces.layers
+    card = make_card(recipe, traces, cost) | {"seconds": round(time.perf_counter() - started, 1)}
+    write(out, weights, recipe, traces, card)
+    for layers in parts:
+        _state(out, layers).unlink(missing_ok=True)
+    return card
+
+
+def _train_part(
+    recipe: TrainConfig, out: Path, traces: TraceSet, layers: range
+) -> tuple[ScorerWeights, float]:
+    lesson = Lesson.prepare(recipe, traces, layers)
+    return train(recipe, lesson, resume=_state(out, layers))
+
+
+def _told(layers: range) -> str:
+    return f"layers {layers.start} to {layers.stop - 1}"
+
+
+def _state(out: Path, layers: range) -> Path:
+    return out.with_name(f"{out.name}.state-{layers.start}-{layers.stop}")
+
+
 def make_card(recipe: TrainConfig, traces: TraceSet, cost: float) -> dict[str, Any]:
     """What the weights are: model, data, recipe (with seed and steps) and validation cost."""
     return {
@@ -75,4 +126,4 @@ def write(
     write_weights(out, weights, shape, card)
 
 
-TRAINER = Trainer(recipes=RECIPES, train=train_file)
+TRAINER = Trainer(recipes=RECIPES, train=train_file, train_sharded=train_sharded)

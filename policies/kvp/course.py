@@ -53,13 +53,16 @@ class Curriculum:
         """`count` visits over the chosen traces, each trace as often as the others (+-1)."""
         return cls(traces, draw_visits(traces, chosen, count, split, seed))
 
-    def prepare(self, advance: Callable[[str], None] = lambda text: None) -> None:
-        """Compute the utility of every visit, one pass per trace, and keep keys and values in memory."""
+    def prepare(self, layers: range, advance: Callable[[str], None] = lambda text: None) -> None:
+        """Compute the utility of every visit, one pass per trace, and keep keys and values in memory.
+
+        layers: of the traces; agents are those of these layers only.
+        """
         for trace in sorted({trace for trace, _ in self.visits}):
             splits = sorted({n for t, n in self.visits if t == trace})
             found: list[list[Tensor]] = [[] for _ in splits]
             keys, values = [], []
-            for layer in range(self.traces.layers):
+            for layer in layers:
                 q, k, v = self.traces[trace].layer(layer)
                 for i, u in enumerate(utilities(q, k, self.traces.infos[trace].scaling, splits)):
                     found[i].append(u)
@@ -81,19 +84,34 @@ class Curriculum:
 
 @dataclass
 class Lesson:
-    """A recipe's course and its exam on held-out traces, with utilities computed."""
+    """A recipe's course and its exam on held-out traces, with utilities computed for some layers."""
 
     course: Curriculum
     exam: Curriculum
+    layers: range
+
+    @property
+    def agents(self) -> range:
+        """The agents of these layers among all."""
+        heads = self.course.traces.kv_heads
+        return range(self.layers.start * heads, self.layers.stop * heads)
 
     @classmethod
     def prepare(
-        cls, config: TrainConfig, traces: TraceSet, advance: Callable[[str], None] = lambda text: None
+        cls,
+        config: TrainConfig,
+        traces: TraceSet,
+        layers: range | None = None,
+        advance: Callable[[str], None] = lambda text: None,
     ) -> Lesson:
-        """Draw and compute what the recipe's steps need. Raises BadInput for too few traces."""
+        """Draw and compute what the recipe's steps need; layers: None is all of the traces.
+
+        Visits do not depend on the layers. Raises BadInput for too few traces.
+        """
+        layers = range(traces.layers) if layers is None else layers
         learned, kept = held_out(traces, config.validation)
         course = Curriculum.draw(traces, learned, config.steps, config.split, config.seed)
         exam = Curriculum.draw(traces, kept, 2 * len(kept), "mix", config.seed + 1)
-        course.prepare(advance)
-        exam.prepare(advance)
-        return cls(course, exam)
+        course.prepare(layers, advance)
+        exam.prepare(layers, advance)
+        return cls(course, exam, layers)

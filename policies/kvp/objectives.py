@@ -61,26 +61,39 @@ def plackett_luce(scores: Tensor, order: Tensor) -> Tensor:
     return (ordered - tails).sum(-1)
 
 
-def gumbel_orders(scores: Tensor, count: int, generator: torch.Generator) -> Tensor:
-    """`count` exact draws from Plackett-Luce: argsort of scores + Gumbel noise. (count, agent, token)."""
-    uniform = torch.rand((count, *scores.shape), generator=generator).to(scores.device)
+def gumbel_orders(
+    scores: Tensor, count: int, generator: torch.Generator, agents: range | None = None, total: int = 0
+) -> Tensor:
+    """`count` exact draws from Plackett-Luce: argsort of scores + Gumbel noise. (count, agent, token).
+
+    agents, total: which of how many agents these are; an agent's draws are the same with or without the
+    others. None: these are all.
+    """
+    drawn = range(scores.shape[0]) if agents is None else agents
+    uniform = torch.rand((count, total or len(drawn), scores.shape[1]), generator=generator)
+    uniform = uniform[:, drawn.start : drawn.stop].to(scores.device)
     noise = -torch.log(-torch.log(uniform.clamp(1e-9, 1 - 1e-7)))
     return (scores.detach() + noise).argsort(-1, descending=True)
 
 
 @dataclass(frozen=True)
 class Step:
-    """One step's inputs beside the scores. samples: permutations per agent (K of the paper)."""
+    """One step's inputs beside the scores. samples: permutations per agent (K of the paper).
+
+    agents, total: see `gumbel_orders`.
+    """
 
     utility: Tensor
     weighting: BudgetWeighting
     samples: int
     generator: torch.Generator
+    agents: range | None = None
+    total: int = 0
 
 
 def rl(scores: Tensor, step: Step) -> Tensor:
     """RLOO: reward -C_w(sigma)/C_w(sigma*), leave-one-out baseline, normalised advantages."""
-    order = gumbel_orders(scores, step.samples, step.generator)
+    order = gumbel_orders(scores, step.samples, step.generator, step.agents, step.total)
     reward = -ranking_cost(order, step.utility, step.weighting) / _best(step)
     advantage = leave_one_out(reward)
     advantage = (advantage - advantage.mean(0)) / (advantage.std(0) + 1e-8)

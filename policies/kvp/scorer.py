@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -104,8 +105,21 @@ class ScorerWeights:
 
     def agents_of(self, layer: int, kv_heads: int) -> ScorerWeights:
         """The agents of one layer."""
-        part = slice(layer * kv_heads, (layer + 1) * kv_heads)
-        return ScorerWeights(**{name: tensor[part] for name, tensor in self.tensors().items()})
+        return self.part(range(layer * kv_heads, (layer + 1) * kv_heads))
+
+    def part(self, agents: range) -> ScorerWeights:
+        """Some agents."""
+        chosen = slice(agents.start, agents.stop)
+        return ScorerWeights(**{name: tensor[chosen] for name, tensor in self.tensors().items()})
+
+    @classmethod
+    def joined(cls, parts: Sequence[ScorerWeights]) -> ScorerWeights:
+        """All agents, from parts in their order."""
+        tensors = [part.tensors() for part in parts]
+        return cls(**{name: torch.cat([one[name] for one in tensors]) for name in tensors[0]})
+
+    def copy(self) -> ScorerWeights:
+        return ScorerWeights(**{name: tensor.clone() for name, tensor in self.tensors().items()})
 
     def to(self, device: Any) -> ScorerWeights:
         return ScorerWeights(**{name: tensor.to(device) for name, tensor in self.tensors().items()})

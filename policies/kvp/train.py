@@ -1,4 +1,4 @@
-"""Training KVP's agents offline from traces: all heads of a model together, on one machine.
+"""Training KVP's agents offline from traces: all heads of a model, or of some layers, together.
 
 The updates only; which trace and future each step sees is in `course`, the settings in `recipe`.
 """
@@ -62,16 +62,20 @@ def train(
     resume: Path | None = None,
     report: Callable[[int, float, float | None], None] = lambda step, reward, cost: None,
 ) -> tuple[ScorerWeights, float]:
-    """Train all agents; returns the weights and their validation cost.
+    """Train the agents of the lesson's layers; returns the weights and their validation cost.
 
     resume: a checkpoint file, continued from if it is there and rewritten every 100 steps. report:
     called with (step, mean reward of the step, validation cost every 100 steps).
-    The same lesson, configuration and seed give the same weights, interrupted or not.
+    The same lesson, configuration and seed give the same weights, interrupted or not. An agent's weights do
+    not depend on which others are trained with it (with `rl` up to rounding: its sums over permutations
+    are vectorised over the agents).
     """
     weights = _start(config, lesson)
     parameters = [tensor.requires_grad_() for tensor in weights.trained]
     optimiser = torch.optim.AdamW(parameters, lr=config.lr, weight_decay=config.weight_decay)
     identity = {**asdict(config), "traces": lesson.course.traces.identity}
+    if len(lesson.layers) < lesson.course.traces.layers:
+        identity["layers"] = [lesson.layers.start, lesson.layers.stop]
     first = restore_state(resume, parameters, optimiser, identity)[0] if resume else 0
     cost = None
     for step in range(first, config.steps):
@@ -94,7 +98,8 @@ def _start(config: TrainConfig, lesson: Lesson) -> ScorerWeights:
     """Initial weights, inputs standardised on the first examples."""
     traces = lesson.course.traces
     shape = ScorerShape(traces.layers, traces.kv_heads, traces.dim, config.hidden, config.position)
-    weights = ScorerWeights.initial(shape, torch.Generator().manual_seed(config.seed))
+    every = ScorerWeights.initial(shape, torch.Generator().manual_seed(config.seed))
+    weights = every.part(lesson.agents).copy()
     examples = (lesson.course.example(step, config.pinned_at(step)) for step in range(min(64, config.steps)))
     standardise(weights, examples, config.position)
     return weights
@@ -110,7 +115,11 @@ def _step(
         group["lr"] = learning_rate(config, step)
     found = scores(weights, example.inputs(config.position))
     weighting = BudgetWeighting.parse(config.budgets)
-    losses = objective(config.objective)(found, Step(example.utility, weighting, config.samples, generator))
+    traces = lesson.course.traces
+    inputs = Step(
+        example.utility, weighting, config.samples, generator, lesson.agents, traces.layers * traces.kv_heads
+    )
+    losses = objective(config.objective)(found, inputs)
     optimiser.zero_grad()
     losses.sum().backward()
     clip_each_agent(weights.trained, config.clip)

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from kvbench.errors import BadInput, UnknownName
+from kvbench import cli
+from kvbench.errors import BadInput, UnknownName, WorkersLost
 from kvbench.eviction import eviction_cost
+from kvbench.executors import Hold, Local, Lost, Work
+from kvbench.policies.kvp import command
+from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.course import Curriculum, Lesson
 from kvbench.policies.kvp.objectives import OBJECTIVES, BudgetWeighting, Step, objective
 from kvbench.policies.kvp.recipe import RECIPES, TrainConfig
@@ -122,7 +129,7 @@ def test_visits(synthetic: TraceSet, split: Any, share: tuple[float, float]) -> 
 
 def test_an_example_holds_what_competes(synthetic: TraceSet) -> None:
     course = Curriculum.draw(synthetic, [1], 3, "boundary", seed=0)
-    course.prepare()
+    course.prepare(range(LAYERS))
     layers = [synthetic[1].layer(layer) for layer in range(LAYERS)]
     u = torch.cat([utilities(q, k, make.DIM**-0.5, [make.CONTEXT])[0] for q, k, _ in layers])
     example = course.example(0, Pins(4, 16))
@@ -299,3 +306,53 @@ def test_impossible_recipes_are_refused(change: dict[str, Any], message: str) ->
 def test_unknown_objective_is_refused() -> None:
     with pytest.raises(UnknownName, match="softcost"):
         TrainConfig(objective="rlhf")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_layers_learn_apart(synthetic: TraceSet, name: str) -> None:
+    """A layer trained alone gets the weights that it gets among the others: bit for bit, or for rl nearly."""
+    config = replace(QUICK, objective=name)
+    whole, cost = train(config, Lesson.prepare(config, synthetic))
+    parts = [train(config, Lesson.prepare(config, synthetic, range(i, i + 1))) for i in range(LAYERS)]
+    joined = ScorerWeights.joined([weights for weights, _ in parts])
+    if name == "rl":  # b2 moves all tokens of a head alike: its gradient is rounding, and no ranking sees it
+        assert torch.allclose(joined.w1, whole.w1, atol=1e-5)
+        assert torch.allclose(joined.w2, whole.w2, atol=1e-5)
+    else:
+        assert_same(joined, whole)
+    assert sum(one for _, one in parts) / LAYERS == pytest.approx(cost)
+
+
+def test_sharded_training_writes_the_same_file(synthetic: TraceSet, tmp_path: Path) -> None:
+    """Layers dealt out to two workers, the last one first; states are gone when the weights are there."""
+
+    class Two(Local):
+        def width(self) -> int:
+            return 2
+
+        def compute(self, hold: Hold, work: Work, jobs: Any) -> Iterator[tuple[int, Any]]:
+            parts = pickle.loads(pickle.dumps((hold, work, list(jobs))))
+            yield from reversed(list(Local().compute(*parts)))
+
+    told: list[str] = []
+    recipe = replace(QUICK, objective="softcost")
+    command.train_file(recipe, synthetic.folder, tmp_path / "one.safetensors", told.append)
+    card = command.train_sharded(recipe, synthetic.folder, tmp_path / "two.safetensors", told.append, Two())
+    one, two = (read_weights(tmp_path / f"{name}.safetensors") for name in ("one", "two"))
+    assert_same(one[0], two[0])
+    assert one[1] == two[1]
+    assert card["validation_cost"] == pytest.approx(one[2]["validation_cost"])
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["one.safetensors", "two.safetensors"]
+
+
+def test_lost_layers_are_named_and_one_piece_is_refused(synthetic: TraceSet, tmp_path: Path) -> None:
+    class Losing(Local):
+        def compute(self, hold: Hold, work: Work, jobs: Any) -> Iterator[tuple[int, Any]]:
+            yield 0, Lost("its worker died")
+
+    with pytest.raises(WorkersLost, match="layers 0 to 1 could not be trained: its worker died"):
+        command.train_sharded(QUICK, synthetic.folder, tmp_path / "x.safetensors", print, Losing())
+    asked = ["train", "--policy", "judgeq", "--traces", str(synthetic.folder), "--out", str(tmp_path / "y")]
+    result = CliRunner().invoke(cli.app, [*asked, "--executor", "ray"])
+    assert result.exit_code == cli.REFUSED
+    assert "trained in one piece" in result.output

@@ -7,16 +7,21 @@ import logging
 import os
 import signal
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import kvbench
 from kvbench.collect import collect
 from kvbench.errors import BadInput, UnknownName, WorkersLost
 from kvbench.executors import Lost
+from kvbench.policies.kvp.checkpoint import read_weights
+from kvbench.policies.kvp.command import train_file, train_sharded
 from kvbench.results import Store, read_manifest
+from tests.kvp import make
 from tests.laws.runs import by_key, lines
 from tests.scale import jobs
 from tests.scale.test_executors import stored, trace_config
@@ -96,6 +101,18 @@ def test_traces_are_those_of_one_process(folder: str, tmp_path: Path) -> None:
     collect(trace_config(folder, tmp_path / "local", 5), progress=False)
     collect(trace_config(folder, tmp_path / "ray", 5), progress=False, executor=RayExecutor(workers=1))
     assert stored(tmp_path / "ray") == stored(tmp_path / "local")
+
+
+@pytest.mark.usefixtures("cluster")
+def test_weights_are_those_of_one_process(tmp_path: Path) -> None:
+    traces = make.synthetic(tmp_path / "traces").folder
+    one, two = tmp_path / "one.safetensors", tmp_path / "two.safetensors"
+    recipe = replace(make.QUICK, objective="softcost")
+    train_file(recipe, traces, one, lambda text: None)
+    train_sharded(recipe, traces, two, lambda text: None, RayExecutor(workers=2))
+    with torch.no_grad():
+        for a, b in zip(*(read_weights(path)[0].tensors().values() for path in (one, two)), strict=True):
+            assert torch.equal(a, b)
 
 
 @pytest.mark.usefixtures("cluster", "two_tries")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -196,6 +197,15 @@ def test_the_command(folder: str, tmp_path: Path) -> None:
     assert CliRunner().invoke(cli.app, ["speed", "--policy", "knorm", "--lengths", "1k"]).exit_code == 2
     assert CliRunner().invoke(cli.app, ["table", str(out)]).exit_code == 0
     assert CliRunner().invoke(cli.app, ["plot", str(out)]).exit_code == 0
+
+
+def test_extra_tokens_beyond_the_models_length(tiny_llama: LoadedModel) -> None:
+    """Refused in a run, measured here: only the time is looked at."""
+    short = replace(tiny_llama, geometry=replace(tiny_llama.geometry, max_length=10))
+    ranker = Ranker(Peek(), Pins())
+    passed = run_stages(short, torch.arange(4, 24), [ranker], 8, 1)
+    assert passed.policies[ranker].failed == ""
+    assert passed.policies[ranker].kept == 8
 
 
 def test_decoding_leaves_the_cache(tiny_llama: LoadedModel) -> None:
