@@ -10,15 +10,13 @@ import errno
 import io
 import re
 import sys
-from collections.abc import Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from . import __version__
+from . import __version__, cli_results, cli_traces
+from .cli_results import FAILED, tasks_of, told
 from .cli_speed import speed
-from .cli_traces import add_commands
 from .config import FULL, RunConfig
 from .errors import BadInput, KvbenchError
 from .registry import POLICIES, TASKS, expand_policies, expand_tasks, split_specs
@@ -27,10 +25,9 @@ from .spec import split_name
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .finding import Finding
     from .runner import RunResult
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130  # exit codes
+REFUSED, INTERRUPTED = 2, 130  # exit codes
 
 
 class Commands(typer.core.TyperGroup):
@@ -152,108 +149,6 @@ def run(
         raise typer.Exit(FAILED)
 
 
-@app.command()
-def plot(
-    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
-    metric: Annotated[list[str] | None, typer.Option(help="Metrics; default: each task's main ones.")] = None,
-    versus: Annotated[
-        str | None,
-        typer.Option(help="schedule, question or pins: draw two values of it side by side instead."),
-    ] = None,
-    out: Annotated[str | None, typer.Option(help="Folder; default: figures/ in the first run.")] = None,
-) -> None:
-    """Draw metrics against budgets, or one rule against another, from stored rows."""
-    from .plot import plot as draw
-    from .versus import versus as draw_versus
-
-    metrics = split_specs(metric or [])
-    files = (
-        draw_versus(paths, versus, metrics, out) if versus else draw(paths, ",".join(metrics) or None, out)
-    )
-    for path in files:
-        typer.echo(path)
-
-
-@app.command()
-def table(
-    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
-    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
-    metric: Annotated[
-        list[str] | None, typer.Option(help="Metrics; default: all that were measured.")
-    ] = None,
-) -> None:
-    """Print means with 95% intervals from stored rows."""
-    from .aggregate import aggregate
-    from .results import read_rows
-    from .table import render
-
-    _check_format(format)
-    frame = aggregate(read_rows(paths), split_specs(metric or []) or None)
-    typer.echo(render(frame, format, _tasks(paths)).rstrip("\n"))
-
-
-@app.command()
-def compare(
-    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
-    baseline: Annotated[str, typer.Option(help="The policy to compare with, as tables name it.")] = FULL,
-    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
-    metric: Annotated[
-        list[str] | None, typer.Option(help="Metrics; default: each task's main one, and kl.")
-    ] = None,
-) -> None:
-    """Compare every policy with a baseline on the same samples: differences, tests, and what to distrust."""
-    from .compare import compare as compare_rows
-    from .comparison_table import render_comparison
-    from .results import read_rows
-
-    _check_format(format)
-    frame = compare_rows(read_rows(paths), baseline, split_specs(metric or []) or None, _tasks(paths))
-    typer.echo(render_comparison(frame, format).rstrip("\n"))
-
-
-@app.command()
-def verify(
-    paths: Annotated[list[str], typer.Argument(help="Run folders; figures may show several.")],
-    table: Annotated[
-        list[str] | None,
-        typer.Option(help="A csv or json file of `kvbench table` to check against the rows."),
-    ] = None,
-    sources: Annotated[
-        bool, typer.Option("--sources", help="Look up model and data again and compare their hashes.")
-    ] = False,
-) -> None:
-    """Check that rows, manifest, figures and tables of run folders belong together."""
-    from .verify import verify as verify_runs
-
-    broken = _told(verify_runs(paths, table or [], sources))
-    if broken:
-        typer.echo(f"error: {broken} checks failed", err=True)
-        raise typer.Exit(FAILED)
-    typer.echo("everything checked fits together")
-
-
-@app.command()
-def rerun(
-    path: Annotated[str, typer.Argument(help="A run folder.")],
-    samples: Annotated[
-        int | None, typer.Option(help="Repeat only so many samples of each task, drawn at random.")
-    ] = None,
-    tolerance: Annotated[
-        float, typer.Option(help="What still counts as equal, relative to 1 or more.")
-    ] = 1e-4,
-    out: Annotated[
-        str | None, typer.Option(help="A new folder for the rows; default: they are not kept.")
-    ] = None,
-) -> None:
-    """Repeat a run from its manifest and report the rows that differ."""
-    from .rerun import rerun as repeat
-
-    report = repeat(path, samples, tolerance, out)
-    typer.echo(report.text())
-    if report.different or report.missing:
-        raise typer.Exit(FAILED)
-
-
 @app.command("list")
 def list_(what: Annotated[str, typer.Argument(help="policies, tasks or models.")]) -> None:
     """List policies, tasks or models, with broken plugins and why they are broken."""
@@ -280,7 +175,7 @@ def check(name: Annotated[str, typer.Argument(help="A policy, parameters allowed
     """Try the contract on a policy: yours, a plugin's or a built-in one."""
     from .check import check_policy
 
-    broken = _told(check_policy(name))
+    broken = told(check_policy(name))
     if broken:
         typer.echo(f"error: policy '{name}' breaks {broken} of its laws", err=True)
         raise typer.Exit(FAILED)
@@ -309,24 +204,6 @@ def parse_seeds(given: list[str]) -> tuple[int, ...]:
     return tuple(map(int, pieces))
 
 
-def _told(findings: Iterable[Finding]) -> int:
-    """Print findings one by one; returns how many failed."""
-    broken = 0
-    for finding in findings:
-        typer.echo(f"{'ok  ' if finding.passed else 'FAIL'}  {finding.law}")
-        if finding.detail:
-            typer.echo(f"      {finding.detail}")
-        broken += not finding.passed
-    return broken
-
-
-def _check_format(name: str) -> None:
-    from .table import FORMATS
-
-    if name not in FORMATS:
-        raise BadInput(f"--format '{name}': choose one of {', '.join(FORMATS)}")
-
-
 def _refuse_unknown(config: RunConfig) -> None:
     """Look all names up before anything heavy loads; the runner reads the parameters."""
     for spec in expand_policies(config.policies):
@@ -339,25 +216,13 @@ def _report(result: RunResult) -> None:
     from .memory import told
     from .table import render
 
-    typer.echo(render(result.table, "text", _tasks([str(result.path)])).rstrip("\n"))
+    typer.echo(render(result.table, "text", tasks_of([str(result.path)])).rstrip("\n"))
     for note in result.notes:
         typer.echo(f"note: {note}")
     if result.peak:
         typer.echo(f"peak memory: {told(result.peak)}")
     typer.echo(f"rows: {result.path}")
     typer.echo(f"next: kvbench plot {result.path}")
-
-
-def _tasks(paths: list[str]) -> dict[str, dict[str, Any]]:
-    """What the manifests say about the tasks, where there are manifests."""
-    from .manifest import MANIFEST, read_manifest
-
-    known: dict[str, dict[str, Any]] = {}
-    for path in map(Path, paths):
-        folder = path.parent if path.is_file() else path
-        if (folder / MANIFEST).is_file():
-            known |= read_manifest(folder).get("tasks", {})
-    return known
 
 
 def _console() -> Console:
@@ -367,5 +232,6 @@ def _console() -> Console:
     return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)
 
 
-add_commands(app)
+for part in (cli_results, cli_traces):
+    part.add_commands(app)
 app.command()(speed)

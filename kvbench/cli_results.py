@@ -1,0 +1,151 @@
+"""Commands that work on stored results: draw, print, compare, check, repeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .config import FULL
+from .errors import BadInput
+from .registry import split_specs
+
+if TYPE_CHECKING:
+    from .finding import Finding
+
+FAILED = 1  # exit code
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register plot, table, compare, verify and rerun."""
+    for command in (plot, table, compare, verify, rerun):
+        app.command()(command)
+
+
+def plot(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics; default: each task's main ones.")] = None,
+    versus: Annotated[
+        str | None,
+        typer.Option(help="schedule, question or pins: draw two values of it side by side instead."),
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Folder; default: figures/ in the first run.")] = None,
+) -> None:
+    """Draw metrics against budgets, or one rule against another, from stored rows."""
+    from .plot import plot as draw
+    from .versus import versus as draw_versus
+
+    metrics = split_specs(metric or [])
+    files = (
+        draw_versus(paths, versus, metrics, out) if versus else draw(paths, ",".join(metrics) or None, out)
+    )
+    for path in files:
+        typer.echo(path)
+
+
+def table(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics; default: all that were measured.")
+    ] = None,
+) -> None:
+    """Print means with 95% intervals from stored rows."""
+    from .aggregate import aggregate
+    from .results import read_rows
+    from .table import render
+
+    check_format(format)
+    frame = aggregate(read_rows(paths), split_specs(metric or []) or None)
+    typer.echo(render(frame, format, tasks_of(paths)).rstrip("\n"))
+
+
+def compare(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    baseline: Annotated[str, typer.Option(help="The policy to compare with, as tables name it.")] = FULL,
+    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics; default: each task's main one, and kl.")
+    ] = None,
+) -> None:
+    """Compare every policy with a baseline on the same samples: differences, tests, and what to distrust."""
+    from .compare import compare as compare_rows
+    from .comparison_table import render_comparison
+    from .results import read_rows
+
+    check_format(format)
+    frame = compare_rows(read_rows(paths), baseline, split_specs(metric or []) or None, tasks_of(paths))
+    typer.echo(render_comparison(frame, format).rstrip("\n"))
+
+
+def verify(
+    paths: Annotated[list[str], typer.Argument(help="Run folders; figures may show several.")],
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="A csv or json file of `kvbench table` to check against the rows."),
+    ] = None,
+    sources: Annotated[
+        bool, typer.Option("--sources", help="Look up model and data again and compare their hashes.")
+    ] = False,
+) -> None:
+    """Check that rows, manifest, figures and tables of run folders belong together."""
+    from .verify import verify as verify_runs
+
+    broken = told(verify_runs(paths, table or [], sources))
+    if broken:
+        typer.echo(f"error: {broken} checks failed", err=True)
+        raise typer.Exit(FAILED)
+    typer.echo("everything checked fits together")
+
+
+def rerun(
+    path: Annotated[str, typer.Argument(help="A run folder.")],
+    samples: Annotated[
+        int | None, typer.Option(help="Repeat only so many samples of each task, drawn at random.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="What still counts as equal, relative to 1 or more.")
+    ] = 1e-4,
+    out: Annotated[
+        str | None, typer.Option(help="A new folder for the rows; default: they are not kept.")
+    ] = None,
+) -> None:
+    """Repeat a run from its manifest and report the rows that differ."""
+    from .rerun import rerun as repeat
+
+    report = repeat(path, samples, tolerance, out)
+    typer.echo(report.text())
+    if report.different or report.missing:
+        raise typer.Exit(FAILED)
+
+
+def told(findings: Iterable[Finding]) -> int:
+    """Print findings one by one; returns how many failed."""
+    broken = 0
+    for finding in findings:
+        typer.echo(f"{'ok  ' if finding.passed else 'FAIL'}  {finding.law}")
+        if finding.detail:
+            typer.echo(f"      {finding.detail}")
+        broken += not finding.passed
+    return broken
+
+
+def check_format(name: str) -> None:
+    from .table import FORMATS
+
+    if name not in FORMATS:
+        raise BadInput(f"--format '{name}': choose one of {', '.join(FORMATS)}")
+
+
+def tasks_of(paths: list[str]) -> dict[str, dict[str, Any]]:
+    """What the manifests say about the tasks, where there are manifests."""
+    from .manifest import MANIFEST, read_manifest
+
+    known: dict[str, dict[str, Any]] = {}
+    for path in map(Path, paths):
+        folder = path.parent if path.is_file() else path
+        if (folder / MANIFEST).is_file():
+            known |= read_manifest(folder).get("tasks", {})
+    return known
