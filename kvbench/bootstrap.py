@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,16 +43,16 @@ class Measured:
 
 
 def measured(
-    samples: Sequence[str], values: Floats, weights: Floats | None = None, log: bool = False
+    samples: Iterable[str], values: Floats, weights: Floats | None = None, log: bool = False
 ) -> Measured:
     """A number from rows sorted by sample; several rows of one sample (seeds) are one unit of resampling.
 
     weights: None for ones. The estimate is that of all rows.
     """
-    ids = np.array(samples, dtype=object)
+    ids = np.array(list(samples), dtype=object)
     starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.empty(0, int)
     if len(starts) == len(ids):
-        return Measured(tuple(samples), values, weights, log)
+        return Measured(tuple(ids), values, weights, log)
     counts = np.ones(len(ids)) if weights is None else weights
     sums, totals = (np.add.reduceat(column, starts) for column in (values, counts))
     return Measured(tuple(ids[starts]), sums, totals, log)

@@ -60,7 +60,8 @@ def title(rows: pd.DataFrame, fixed: Mapping[str, Any]) -> str:
 
 
 def _by_length(rows: pd.DataFrame) -> list[tuple[int, pd.DataFrame]]:
-    return [(int(length), part) for length, part in rows.groupby("context_tokens", sort=True)]
+    parts = [part for _, part in rows.groupby("context_tokens", sort=True)]
+    return [(int(part["context_tokens"].iloc[0]), part) for part in parts]
 
 
 def _prefill_line(length: int, part: pd.DataFrame) -> list[str]:
