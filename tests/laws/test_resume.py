@@ -151,3 +151,17 @@ def test_failed_samples_are_tried_again(folder: str, tmp_path: Path) -> None:
     assert first.failed == second.failed == 16
     assert prefills(forwards) >= 8
     assert len(second.rows) == len(first.rows)
+
+
+def test_agreement_is_with_the_full_cache_of_the_same_sample(whole: Whole) -> None:
+    rows = whole[1].rows
+    keys = ["task_spec", "sample"]
+    full = rows[rows["spec"] == "full"].set_index(keys)
+    rest = rows[rows["spec"] != "full"].set_index(keys)
+    theirs = full.loc[rest.index]
+    choices = rest["label"].notna().to_numpy()
+    same = (rest["label"].to_numpy() == theirs["label"].to_numpy()) & choices
+    same |= (rest["text"].str.strip().to_numpy() == theirs["text"].str.strip().to_numpy()) & ~choices
+    assert rest["metric:agreement"].tolist() == same.astype(float).tolist()
+    assert 0 < same.mean() < 1
+    assert full["metric:agreement"].isna().all()
