@@ -139,11 +139,14 @@ def fast_scores(weights: ScorerWeights, keys: Tensor, values: Tensor, positions:
     (batch, agent, token) float32.
     """
     batch, agents, tokens, dim = keys.shape
-    w1, b1, w2, b2 = (part.repeat(batch, 1, 1) for part in weights.trained)  # a copy of small tensors
+    shared = batch == 1
+    w1, b1, w2, b2 = weights.trained if shared else (part.repeat(batch, 1, 1) for part in weights.trained)
     parts = [part.flatten(0, 1) for part in (keys.float(), values.float(), positions)]
     hidden = torch.baddbmm(b1, parts[0], w1[:, :dim])
     hidden.baddbmm_(parts[1], w1[:, dim : 2 * dim])
-    if positions.shape[-1]:
+    if positions.shape[-1] == 1:
+        hidden.addcmul_(parts[2], w1[:, 2 * dim :])
+    elif positions.shape[-1]:
         hidden.baddbmm_(parts[2], w1[:, 2 * dim :])
-    hidden = torch.nn.functional.gelu(hidden)
-    return ((hidden * w2.transpose(1, 2)).sum(-1) + b2[..., 0]).view(batch, agents, tokens)
+    hidden = torch.nn.functional.gelu(hidden).mul_(w2.transpose(1, 2))
+    return (hidden.sum(-1) + b2[..., 0]).view(batch, agents, tokens)
