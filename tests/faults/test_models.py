@@ -153,7 +153,7 @@ def test_a_download_that_breaks_off_can_be_taken_up_again(monkeypatch: pytest.Mo
     monkeypatch.setattr(models, "check_model", lambda name: None)
     monkeypatch.setattr(huggingface_hub, "snapshot_download", breaks)
     with pytest.raises(
-        BadInput, match=r"'org/name' could not be downloaded \(connection reset\): type the same"
+        BadInput, match=r"'org/name' could not be downloaded \(connection reset\): run it again"
     ):
         open_model("org/name", "cpu")
 
