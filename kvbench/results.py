@@ -1,41 +1,41 @@
 """A run folder: manifest.json says how the numbers were made, rows.jsonl holds one line per (cell, sample).
 
 A row is written once and belongs to exactly one configuration. Killing the process at any moment
-loses at most the sample in flight; the next run finds the rest done.
+loses at most the sample in flight; the next run finds the rest done. A finished folder may be kept small
+with `gzip -n rows.jsonl`: it is read as before, and a run that adds to it unpacks it first.
 """
 
 from __future__ import annotations
 
 import fcntl
-import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from .errors import StoreError
+from .frame import frame
 from .manifest import MANIFEST, SCHEMA, note_run, prepare_manifest, read_manifest
 from .metrics import restore
+from .row_files import PACKED, ROWS, check, digest, parse, stored_bytes, stored_rows
 
-__all__ = ["ROWS", "SCHEMA", "TORN", "Store", "check_writable", "read_manifest", "read_rows", "stored_rows"]
+__all__ = [
+    "PACKED",
+    "ROWS",
+    "SCHEMA",
+    "TORN",
+    "Store",
+    "check_writable",
+    "read_manifest",
+    "read_rows",
+    "stored_rows",
+]
 
-ROWS = "rows.jsonl"
 TORN = "rows.torn"  # what a killed process left half written, kept for inspection
 LOCK = ".lock"
-STATUSES = ("ok", "skipped", "failed")
-INTEGERS = (
-    "schema", "budget", "chunk", "seed", "context_tokens", "question_tokens", "cut_tokens", "evicted_layers",
-    "layers",
-)  # fmt: skip
-TEXTS = (
-    "key", "config", "family", "policy", "spec", "params", "task", "task_spec", "task_params", "model",
-    "schedule", "pins", "pins_mode", "question", "template", "data", "sample", "status", "reason", "note",
-    "text", "gold_label", "label",
-)  # fmt: skip
 
 
 class Store:
@@ -103,12 +103,14 @@ class Store:
         self, fixed: Mapping[str, Any], extra: Mapping[str, Any], settings: Mapping[str, Any] | None
     ) -> None:
         rows = self.path / ROWS
-        if rows.exists() and rows.stat().st_size and not (self.path / MANIFEST).exists():
+        if stored_bytes(self.path) and not (self.path / MANIFEST).exists():
             raise StoreError(
-                f"{rows} has no {MANIFEST} beside it, so nobody knows how it was made: "
+                f"the rows file in {self.path} has no {MANIFEST} beside it: nobody knows how it was made, so "
                 "put the manifest back or use another --out"
             )
         self.notes += prepare_manifest(self.path, fixed, extra, settings)
+        if not rows.exists() and (self.path / PACKED).exists():
+            self._unpack()
         self._rows = os.open(rows, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         _sync_folder(self.path)
         data = rows.read_bytes()
@@ -117,8 +119,20 @@ class Store:
             self._set_aside(data[whole:])
             os.ftruncate(self._rows, whole)
             os.fsync(self._rows)
-        for row in _parse(rows, data[:whole]):
-            self._remember({row["key"]: (row["status"], _digest(row))})
+        for row in parse(rows, data[:whole]):
+            self._remember({row["key"]: (row["status"], digest(row))})
+
+    def _unpack(self) -> None:
+        """Replace packed rows by plain ones; the packed ones go when the others are safely there."""
+        draft = self.path / (ROWS + ".tmp")
+        with open(draft, "wb") as file:
+            file.write(stored_bytes(self.path))
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, self.path / ROWS)
+        _sync_folder(self.path)
+        (self.path / PACKED).unlink()
+        self.notes.append(f"{self.path / PACKED} was unpacked to {ROWS}, to be added to")
 
     def _set_aside(self, tail: bytes) -> None:
         with open(self.path / TORN, "ab") as file:
@@ -143,8 +157,8 @@ class Store:
         lines: list[str] = []
         for given in rows:
             row = {"schema": SCHEMA, **given}
-            _check(row)
-            key, entry = row["key"], (row["status"], _digest(row))
+            check(row)
+            key, entry = row["key"], (row["status"], digest(row))
             known = fresh.get(key) or self._seen.get(key)
             if known == entry:
                 continue
@@ -237,8 +251,8 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     rows: dict[str, dict[str, Any]] = {}
     for path in map(Path, several):
         file = path if path.suffix == ".jsonl" else path / ROWS
-        data = file.read_bytes() if file.is_file() else b""
-        found = {row["key"]: {**row, "run": str(path)} for row in _parse(file, data[: data.rfind(b"\n") + 1])}
+        data = stored_bytes(file.parent, file.name)
+        found = {row["key"]: {**row, "run": str(path)} for row in parse(file, data[: data.rfind(b"\n") + 1])}
         if not found:
             raise StoreError(
                 f"no rows in {path}: make some with `kvbench run --policy all --task boolq "
@@ -247,88 +261,7 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
         rows.update(found)
         if (file.parent / MANIFEST).is_file():
             restore(read_manifest(file.parent).get("metrics", {}))
-    return _frame([_flat(row) for row in rows.values()])
-
-
-def stored_rows(path: str | Path) -> tuple[list[dict[str, Any]], bytes]:
-    """Every row of a run folder as it was written, in order, and what follows the last whole line.
-
-    Raises: StoreError as `read_rows`.
-    """
-    file = Path(path) / ROWS
-    data = file.read_bytes() if file.is_file() else b""
-    whole = data.rfind(b"\n") + 1
-    rows = list(_parse(file, data[:whole]))
-    if not rows:
-        raise StoreError(f"no rows in {path}: name a folder that `kvbench run` wrote")
-    return rows, data[whole:]
-
-
-def _parse(file: Path, data: bytes) -> Iterator[dict[str, Any]]:
-    """Rows of a file that ends in a newline. Raises: StoreError naming the line."""
-    for number, line in enumerate(data.split(b"\n")[:-1], start=1):
-        try:
-            row = json.loads(line)
-            _check(row)
-        except ValueError as error:
-            raise StoreError(
-                f"{file}, line {number} is not JSON: move that line elsewhere and run the same command again"
-            ) from error
-        except StoreError as error:
-            raise StoreError(f"{file}, line {number}: {error}") from error
-        yield row
-
-
-def _check(row: Any) -> None:
-    if not isinstance(row, dict) or not isinstance(row.get("key"), str):
-        raise StoreError("not a kvbench row (no key): move the line elsewhere and run again")
-    if not isinstance(row.get("schema"), int) or row["schema"] > SCHEMA:
-        raise StoreError(
-            f"row schema {row.get('schema')}, but this kvbench reads up to {SCHEMA}: upgrade kvbench"
-        )
-    if row.get("status") not in STATUSES:
-        raise StoreError(f"status {row.get('status')!r}: must be one of {', '.join(STATUSES)}")
-
-
-def _digest(row: Mapping[str, Any]) -> str:
-    """Identity of a row's content; times differ between equal runs and do not count."""
-    try:
-        text = json.dumps({k: v for k, v in row.items() if k != "times"}, sort_keys=True)
-        json.dumps(row.get("times"))
-    except TypeError as error:
-        raise StoreError(f"row {row['key']} cannot be stored: {error}; use plain Python values") from error
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if name in ("metrics", "times"):
-            prefix = name[:-1]
-            flat.update({f"{prefix}:{key}": number for key, number in (value or {}).items()})
-        elif name == "pins":
-            flat[name] = None if value is None else ",".join(str(number) for number in value)
-        elif isinstance(value, dict | list):
-            flat[name] = json.dumps(value, sort_keys=True)
-        else:
-            flat[name] = value
-    return flat
-
-
-def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """A frame whose text columns are plain objects: the string type of pandas rejects lone surrogates."""
-    names = dict.fromkeys([*TEXTS, *INTEGERS, "kept", *(name for row in rows for name in row)])
-    columns: dict[str, pd.Series] = {}
-    for name in names:
-        values = [row.get(name) for row in rows]
-        if name in INTEGERS:
-            columns[name] = pd.Series(values, dtype="Int64")
-        elif name == "kept" or name.startswith(("metric:", "time:")):
-            numbers = [np.nan if value is None else float(value) for value in values]
-            columns[name] = pd.Series(numbers, dtype="float64")
-        else:
-            columns[name] = pd.Series(values, dtype="object")
-    return pd.DataFrame(columns)
+    return frame(rows.values())
 
 
 def _sync_folder(path: Path) -> None:

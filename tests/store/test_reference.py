@@ -13,7 +13,7 @@ from kvbench.verify import verify
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "results" / "reference"
-RUNS = sorted(file.parent.name for file in REFERENCE.glob(f"*/{ROWS}"))
+RUNS = sorted(file.parent.name for file in REFERENCE.glob(f"*/{ROWS}*"))
 
 
 @pytest.mark.parametrize("name", RUNS)

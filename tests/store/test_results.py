@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import re
@@ -10,15 +11,19 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbench.errors import StoreError
-from kvbench.results import ROWS, TORN, Store, read_manifest, read_rows
+from kvbench.manifest import MANIFEST
+from kvbench.results import ROWS, TORN, Store, read_manifest, read_rows, stored_rows
+from kvbench.row_files import PACKED
 from tests.store.synthetic import row
 
 FIXED = {"model": "m", "seed": 0, "pins": (4, 16)}
@@ -257,3 +262,51 @@ def test_old_results_still_load() -> None:
     assert frame["budget"].tolist()[1] == 64
     assert frame["metric:accuracy"].tolist() == [1.0, 0.0]
     assert frame["text"].tolist() == ["NA", "\ud800 no"]
+
+
+def test_a_packed_folder_reads_the_same_and_is_unpacked_to_go_on(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.append([row("knorm", 64)])
+    plain, (before, _) = read_rows(tmp_path), stored_rows(tmp_path)
+    pack(tmp_path)
+    pd.testing.assert_frame_equal(read_rows(tmp_path), plain)
+    assert stored_rows(tmp_path) == (before, b"")
+    with open_store(tmp_path) as store:
+        assert store.done == {before[0]["key"]}
+        assert any("unpacked" in note for note in store.notes)
+        store.append([row("knorm", 128)])
+    assert not (tmp_path / PACKED).exists()
+    assert [found["budget"] for found in stored_rows(tmp_path)[0]] == [64, 128]
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda data: data[:-9], lambda data: b"?" * len(data)], ids=["cut", "other"]
+)
+def test_a_damaged_packed_file_is_named_and_kept(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    with open_store(tmp_path) as store:
+        store.append([row("knorm", 64)])
+    pack(tmp_path)
+    broken = damage((tmp_path / PACKED).read_bytes())
+    (tmp_path / PACKED).write_bytes(broken)
+    for use in (read_rows, stored_rows, open_store):
+        with pytest.raises(StoreError, match=r"rows.jsonl.gz is damaged"):
+            use(tmp_path)
+    assert (tmp_path / PACKED).read_bytes() == broken
+    assert not (tmp_path / ROWS).exists()
+
+
+def test_packed_rows_need_their_manifest_and_plain_rows_come_first(tmp_path: Path) -> None:
+    with open_store(tmp_path) as store:
+        store.append([row("knorm", 64)])
+    pack(tmp_path)
+    (tmp_path / ROWS).write_text(json.dumps(row("knorm", 128)) + "\n")
+    assert read_rows(tmp_path)["budget"].tolist() == [128]
+    (tmp_path / ROWS).unlink()
+    (tmp_path / MANIFEST).unlink()
+    with pytest.raises(StoreError, match=r"has no manifest.json"):
+        open_store(tmp_path)
+
+
+def pack(folder: Path) -> None:
+    (folder / PACKED).write_bytes(gzip.compress((folder / ROWS).read_bytes(), mtime=0))
+    (folder / ROWS).unlink()
