@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -126,10 +127,15 @@ class RayExecutor(Executor):
         if not ray.is_initialized():
             for name, value in QUIET.items():
                 os.environ.setdefault(name, value)
+            address = self.address or os.environ.get("RAY_ADDRESS")
             try:
+                _check_answers(address)
                 ray.init(address=self.address, log_to_driver=False, logging_level=logging.ERROR)
-            except (ConnectionError, ValueError, RuntimeError) as error:
-                raise BadInput(f"no Ray cluster at {self.address or 'this machine'}: {error}") from None
+            except (OSError, ValueError, RuntimeError) as error:
+                raise BadInput(
+                    f"no Ray cluster at {address or 'this machine'} ({error}): start one with `ray start "
+                    "--head`, or leave out --ray-address; if it wants a token, set RAY_AUTH_MODE=token"
+                ) from None
             self._session.callback(ray.shutdown)
         self._session.enter_context(_quiet(ray))
         self._ray = ray
@@ -245,6 +251,13 @@ class _Crew:
                 f"no machine of the Ray cluster can take a worker of {threads} threads any more; "
                 "finished work is kept: repair the cluster and run the same command again"
             )
+
+
+def _check_answers(address: str | None) -> None:
+    """Ray waits minutes for a cluster that is not there. Raises OSError where no one listens at HOST:PORT."""
+    host, _, port = (address or "").rpartition(":")
+    if host and port.isdigit() and "/" not in host:
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def _nodes(ray: Any) -> list[dict[str, Any]]:

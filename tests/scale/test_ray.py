@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +140,17 @@ def test_workers_that_die_at_the_start_end_the_work() -> None:
 def test_errors_come_back_as_they_are() -> None:
     with pytest.raises(UnknownName, match="unknown thing 'x'"):
         list(RayExecutor(workers=1).compute(jobs.hold, jobs.refuse, [1]))
+
+
+def test_a_cluster_that_is_not_there(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused at once, with what to do; nothing is started instead."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.init", None)
+    with pytest.raises(BadInput, match="ray start"):
+        RayExecutor(1, address).open(folder, "auto", "auto")
 
 
 def node(cores: float, gpus: float = 0) -> dict[str, Any]:
