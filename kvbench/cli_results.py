@@ -109,7 +109,7 @@ def rerun(
         float, typer.Option(help="What still counts as equal, relative to 1 or more.")
     ] = 1e-4,
     out: Annotated[
-        str | None, typer.Option(help="A new folder for the rows; default: they are not kept.")
+        str | None, typer.Option(help="Folder of the repeated rows, new or to go on with; default: not kept.")
     ] = None,
 ) -> None:
     """Repeat a run from its manifest and report the rows that differ."""

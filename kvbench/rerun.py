@@ -62,7 +62,8 @@ def rerun(
     """Repeat every invocation of a run folder, in its settings, and compare row by row.
 
     samples: repeat so many samples of each task and seed, drawn at random (the same ones each time). out:
-    a new folder for the repetition; by default it goes when the comparison is done.
+    folder of the repetition, which goes on with what it holds; by default a new one that goes when the
+    comparison is done.
     Raises: StoreError for a folder that cannot be repeated; whatever `run` raises.
     """
     if samples is not None and samples < 1:
@@ -74,8 +75,13 @@ def rerun(
     rows = {row["key"]: row for row in stored_rows(path)[0]}
     chosen = _chosen(rows, samples)
     report = Report(Path(path), tolerance)
+    if out is not None and Path(out).resolve() == Path(path).resolve():
+        raise BadInput(f"--out {out} is the run itself: name another folder")
+    if out is not None and samples is not None and Path(out).exists():
+        raise BadInput(f"--out {out} is there already: with --samples, name a new folder")
     with _folder(out) as folder:
-        _begin(folder, manifest, [row for key, row in rows.items() if key not in chosen])
+        if not (folder / MANIFEST).exists():
+            _begin(folder, manifest, [row for key, row in rows.items() if key not in chosen])
         for config in configs:
             try:
                 report.notes += run(replace(config, out=str(folder)), progress).notes
@@ -105,10 +111,8 @@ def _folder(out: str | Path | None) -> Iterator[Path]:
     if out is None:
         with tempfile.TemporaryDirectory(prefix="kvbench-rerun-") as folder:
             yield Path(folder)
-        return
-    if Path(out).exists():
-        raise BadInput(f"--out {out} is there already: name a new folder")
-    yield Path(out)
+    else:
+        yield Path(out)
 
 
 def _begin(folder: Path, manifest: dict[str, Any], rows: list[Row]) -> None:

@@ -21,7 +21,7 @@ from kvbench.models import OpenModel
 from kvbench.plan import Work
 from kvbench.plot import plot
 from kvbench.rerun import rerun
-from kvbench.results import read_rows
+from kvbench.results import ROWS, read_rows
 from kvbench.table import render
 from kvbench.verify import verify
 from tests.laws import toy
@@ -191,7 +191,24 @@ def test_the_same_run_twice_gives_identical_rows(run: Path, tmp_path: Path) -> N
     assert (report.equal, report.close, report.different, report.missing) == (len(read_rows(run)), 0, {}, [])
     assert "equal bit for bit (times aside), 0 within 0.0001, 0 different" in report.text()
     with pytest.raises(BadInput, match="is there already"):
-        rerun(run, out=tmp_path / "again", progress=False)
+        rerun(run, samples=1, out=tmp_path / "again", progress=False)
+    with pytest.raises(BadInput, match="is the run itself"):
+        rerun(run, out=run / "figures" / "..", progress=False)
+
+
+def test_a_repetition_goes_on_where_it_was(run: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    rerun(run, out=again, progress=False)
+    lines = (again / ROWS).read_text().splitlines()
+    (again / ROWS).write_text("\n".join(lines[: len(lines) // 2]) + "\n")
+    kept = (again / ROWS).read_text()
+    report = rerun(run, out=again, progress=False)
+    assert (report.equal, report.different, report.missing) == (len(read_rows(run)), {}, [])
+    assert (again / ROWS).read_text().startswith(kept)  # times too: nothing was computed twice
+    change(again, lambda rows: evicted(rows)["metrics"].update(kl=3.0))
+    report = rerun(run, out=again, progress=False)
+    assert len(report.different) == 1
+    assert "kl" in report.text()
 
 
 def test_what_differs_is_reported(run: Path) -> None:
