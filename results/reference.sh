@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# The reference study: the commands behind results/reference, one folder each.
+#
+#     results/reference.sh [FOLDER] [NAME...]     # FOLDER: results/again; NAME: all of them
+#
+# What FOLDER holds is not computed again. Every row is compared with the committed one at the end. Dialogues
+# and questions with documents are read from DATA (default: data), where these files must lie, in the
+# schemas of the hub's OpenAssistant/oasst1, rajpurkar/squad_v2 and hotpotqa/hotpot_qa.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+out=${1:-results/again}
+shift || true
+names=${*:-needle-1024 needle-4096-chunked boolq boolq-controlled oasst oasst-controlled ruler-1024-paper ruler-1024-controlled}
+data=${DATA:-data}
+dialogues="--task ppl/oasst --budgets 32,64,128,256 --limit 45 --data $data/oasst1_validation_en.jsonl"
+questions="--task boolq --budgets 20,50,100,200 --limit 300"
+long="--policy all --task needle:length=4096 --budgets 128,512 --limit 6 --protocol controlled"
+ruler=ruler/qa_1:file=$data/squad_v2_dev_half_raw.json,ruler/qa_2:file=$data/hotpot_dev_distractor_raw.json
+for name in fwe cwe vt niah_multi{query,value,key_3,key_2,key_1} niah_single_{3,2,1}; do ruler=ruler/$name,$ruler; done
+
+run() {
+    kvbench run --out "$out/$name" "$@"
+}
+
+for name in $names; do
+    case $name in
+    needle-1024) run --policy all,kvp:weights=dialogue --task needle --budgets 64,128,256,512,1024 --limit 24 --pins 4,16 ;;
+    needle-4096-chunked)
+        run $long --schedule prefill
+        run $long --schedule chunked --chunk 256
+        ;;
+    boolq) run --policy all,kvp:weights=dialogue $questions ;;
+    boolq-controlled) run --policy all,kvp:weights=dialogue $questions --protocol controlled ;;
+    oasst) run --policy all,kvp:weights=dialogue $dialogues ;;
+    oasst-controlled) run --policy all,kvp:weights=dialogue $dialogues --protocol controlled ;;
+    ruler-1024-paper) run --policy all,kvp:weights=dialogue --task "$ruler" --budgets 32,64,128,256,512 --limit 10 ;;
+    ruler-1024-controlled) run --policy all,kvp:weights=dialogue --task "$ruler" --budgets 32,64,128,256,512 --limit 10 --protocol controlled ;;
+    *) echo "no run '$name': choose from needle-1024 needle-4096-chunked {boolq,oasst}{,-controlled} ruler-1024-{paper,controlled}" >&2; exit 2 ;;
+    esac
+    kvbench plot "$out/$name"
+    committed=results/reference/$name
+    if [ -d "$committed" ] && ! [ "$committed" -ef "$out/$name" ]; then
+        kvbench rerun "$committed" --out "$out/$name"
+    fi
+done
