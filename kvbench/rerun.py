@@ -6,7 +6,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from .errors import BadInput, StoreError
 from .manifest import MANIFEST, read_manifest
+from .registry import POLICIES
 from .results import ROWS, stored_rows
 from .runner import run
 from .sources import settings_of
@@ -83,14 +84,22 @@ def rerun(
         if not (folder / MANIFEST).exists():
             _begin(folder, manifest, [row for key, row in rows.items() if key not in chosen])
         for config in configs:
+            policies = _policies_then(config.policies, rows)
             try:
-                report.notes += run(replace(config, out=str(folder)), progress).notes
+                report.notes += run(replace(config, policies=policies, out=str(folder)), progress).notes
             except StoreError as error:
                 raise StoreError(f"{path} cannot be repeated here: {error}") from error
         again = {row["key"]: row for row in stored_rows(folder)[0]}
     for key in chosen:
         _compare(report, key, rows[key], again.get(key))
     return report
+
+
+def _policies_then(specs: Sequence[str], rows: dict[str, Row]) -> tuple[str, ...]:
+    """What was asked for, where "all" stands for the policies that there were then."""
+    measured = {row["spec"] for row in rows.values()}
+    known = [name for name in POLICIES.names() if name in measured]
+    return tuple(name for spec in specs for name in (known if spec == "all" else [spec]))
 
 
 def _chosen(rows: dict[str, Row], samples: int | None) -> list[str]:

@@ -17,6 +17,7 @@ from kvbench import cli
 from kvbench.aggregate import aggregate
 from kvbench.config import IDENTITY, IN_MANIFEST
 from kvbench.errors import BadInput, StoreError
+from kvbench.manifest import MANIFEST
 from kvbench.models import OpenModel
 from kvbench.plan import Work
 from kvbench.plot import plot
@@ -209,6 +210,16 @@ def test_a_repetition_goes_on_where_it_was(run: Path, tmp_path: Path) -> None:
     report = rerun(run, out=again, progress=False)
     assert len(report.different) == 1
     assert "kl" in report.text()
+
+
+def test_all_policies_are_those_of_then(run: Path, tmp_path: Path) -> None:
+    manifest = json.loads((run / MANIFEST).read_text())
+    for one in manifest["runs"]:
+        one["settings"]["policies"] = ["all", "laws_faulty:after=30"]
+    (run / MANIFEST).write_text(json.dumps(manifest))
+    report = rerun(run, out=tmp_path / "again", progress=False)
+    assert (report.equal, report.different, report.missing) == (len(read_rows(run)), {}, [])
+    assert set(read_rows(tmp_path / "again")["spec"]) == set(read_rows(run)["spec"])
 
 
 def test_what_differs_is_reported(run: Path) -> None:
