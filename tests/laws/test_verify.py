@@ -218,7 +218,7 @@ def test_all_policies_are_those_of_then(run: Path, tmp_path: Path) -> None:
         one["settings"]["policies"] = ["all", "laws_faulty:after=30"]
     (run / MANIFEST).write_text(json.dumps(manifest))
     report = rerun(run, out=tmp_path / "again", progress=False)
-    assert (report.equal, report.different, report.missing) == (len(read_rows(run)), {}, [])
+    assert (report.equal + report.close, report.different, report.missing) == (len(read_rows(run)), {}, [])
     assert set(read_rows(tmp_path / "again")["spec"]) == set(read_rows(run)["spec"])
 
 
