@@ -69,14 +69,27 @@ def compare(
     metric: Annotated[
         list[str] | None, typer.Option(help="Metrics; default: each task's main one, and kl.")
     ] = None,
+    versus: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: every policy with itself under two values of schedule, question or pins."
+        ),
+    ] = None,
 ) -> None:
     """Compare every policy with a baseline on the same samples: differences, tests, and what to distrust."""
     from .compare import compare as compare_rows
+    from .compare_rules import compare_rules
     from .comparison_table import render_comparison
     from .results import read_rows
 
     check_format(format)
-    frame = compare_rows(read_rows(paths), baseline, split_specs(metric or []) or None, tasks_of(paths))
+    rows, metrics, tasks = read_rows(paths), split_specs(metric or []) or None, tasks_of(paths)
+    if versus is None:
+        frame = compare_rows(rows, baseline, metrics, tasks)
+    elif baseline != FULL:
+        raise BadInput("--versus compares each policy with itself: leave --baseline out")
+    else:
+        frame = compare_rules(rows, versus, metrics, tasks)
     typer.echo(render_comparison(frame, format).rstrip("\n"))
 
 

@@ -56,7 +56,7 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
         raise BadInput(
             f"nothing to compare with {baseline}: no other policy has the same budgets, samples and metrics"
         )
-    return _with_flags(frame, rows)[[*COLUMNS, *SETTING[1:]]]
+    return with_flags(frame, rows)[[*COLUMNS, *SETTING[1:]]]
 
 
 def paired(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFrame:
@@ -75,8 +75,7 @@ def paired(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFrame:
     specs = list(dict.fromkeys(rows.sort_index()["policy"]))
     column = column_of(rows, metric)
     usable = rows[(rows["status"] == "ok") & rows[column].notna()]
-    values = usable[column].to_numpy(dtype=float)
-    binary = bool(np.isin(values, (0.0, 1.0)).all())
+    binary = is_binary(usable[column])
     base = usable[usable["policy"] == baseline]
     candidates = usable[~usable["policy"].isin([baseline, FULL])]
     lines: list[dict[str, Any]] = []
@@ -84,14 +83,19 @@ def paired(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFrame:
     for _, mine in candidates.groupby([*SETTING, "policy", "budget"], sort=False, dropna=False):
         setting = {name: mine[name].iloc[0] for name in [*SETTING, "policy", "budget"]}
         theirs = base[matches(base, setting, SHARED if baseline == FULL else [*SETTING, "budget"])]
-        both = _on_same_samples(mine, theirs, column)
+        both = on_same_samples(mine, theirs, column)
         if len(both):
-            line, item = _line(both, metric, binary)
+            line, item = line_of(both, metric, binary)
             lines.append({**setting, "baseline": baseline, **line})
             items.append(item)
     for line, (low, high) in zip(lines, intervals(items), strict=True):
         line.update(lo=low, hi=high)
-    return _finished(lines, specs)
+    return finished(lines, specs)
+
+
+def is_binary(values: pd.Series) -> bool:
+    """Are these yes/no answers?"""
+    return bool(np.isin(values.to_numpy(dtype=float), (0.0, 1.0)).all())
 
 
 def _check_baseline(rows: pd.DataFrame, baseline: str) -> None:
@@ -105,7 +109,7 @@ def _of_baseline(rows: pd.DataFrame, baseline: str) -> list[str]:
     return available(rows[rows["spec"] == baseline])
 
 
-def _on_same_samples(mine: pd.DataFrame, theirs: pd.DataFrame, column: str) -> pd.DataFrame:
+def on_same_samples(mine: pd.DataFrame, theirs: pd.DataFrame, column: str) -> pd.DataFrame:
     """sample, mine, theirs: one line per (seed, sample) that both have, by ascending sample."""
     keys = ["seed", "sample"]
     for side in (mine, theirs):
@@ -118,7 +122,7 @@ def _on_same_samples(mine: pd.DataFrame, theirs: pd.DataFrame, column: str) -> p
     return mine[[*keys, column]].rename(columns={column: "mine"}).merge(other, on=keys)
 
 
-def _line(both: pd.DataFrame, metric: str, binary: bool) -> tuple[dict[str, Any], Measured]:
+def line_of(both: pd.DataFrame, metric: str, binary: bool) -> tuple[dict[str, Any], Measured]:
     """The numbers of one comparison, and its difference for the bootstrap. binary: values are 0 or 1."""
     mine, theirs = (both[name].to_numpy(dtype=float) for name in ("mine", "theirs"))
     item = measured(both["sample"].to_numpy(dtype=object), mine - theirs)
@@ -136,7 +140,7 @@ def _line(both: pd.DataFrame, metric: str, binary: bool) -> tuple[dict[str, Any]
     }, item
 
 
-def _finished(lines: list[dict[str, Any]], specs: Sequence[str]) -> pd.DataFrame:
+def finished(lines: list[dict[str, Any]], specs: Sequence[str]) -> pd.DataFrame:
     """Types, Holm's correction within each setting, and an order: budgets ascending, then policies."""
     names = [name for name in COLUMNS if name not in FLAGS]
     frame = pd.DataFrame(lines, columns=[*names, *SETTING[1:]])
@@ -147,7 +151,7 @@ def _finished(lines: list[dict[str, Any]], specs: Sequence[str]) -> pd.DataFrame
     return frame.loc[order.index].reset_index(drop=True)
 
 
-def _with_flags(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
+def with_flags(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     """Adds what makes a line suspect: better than the full cache, worse than always the same answer."""
     on = [*SETTING, "policy", "budget", "metric"]
     full = rows[rows["spec"] == FULL]

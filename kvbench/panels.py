@@ -12,6 +12,7 @@ from .config import FULL
 from .metrics import METRICS
 
 SETTING = ["task", "model", "schedule", "chunk", "question", "template", "pins_mode"]
+RULES = {"schedule": ("schedule", "chunk"), "question": ("question",), "pins": ("pins_mode",)}
 SHARED = ["task", "model", "question", "template"]  # what the full cache depends on
 
 

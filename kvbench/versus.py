@@ -17,12 +17,10 @@ from .aggregate import aggregate
 from .config import FULL, file_name
 from .errors import BadInput, StoreError
 from .metrics import describe
-from .panels import SETTING, matches, short
+from .panels import RULES, SETTING, matches, short
 from .plot import FONT, RC, home, looks_of, save, sections
 from .results import read_rows
 from .style import GREY, Style
-
-FIELDS = {"schedule": ("schedule", "chunk"), "question": ("question",), "pins": ("pins_mode",)}
 
 
 def versus(
@@ -34,8 +32,8 @@ def versus(
     Returns the files. Raises: BadInput for another field; UnknownName for a metric that the rows lack;
     StoreError where no task was run under two values with everything else equal.
     """
-    if field not in FIELDS:
-        raise BadInput(f"--versus '{field}': choose one of {', '.join(FIELDS)}")
+    if field not in RULES:
+        raise BadInput(f"--versus '{field}': choose one of {', '.join(RULES)}")
     several = [Path(path) for path in paths]
     lines = aggregate(read_rows(several), list(metrics) or None)
     lines = lines[lines["n"] > 0].assign(label=lines["policy"], rule=_rules(lines, field))
@@ -62,7 +60,7 @@ def versus(
 def _rules(lines: pd.DataFrame, field: str) -> list[str]:
     """The value of the rule, in words."""
     words = []
-    for values in lines[list(FIELDS[field])].to_numpy():
+    for values in lines[list(RULES[field])].to_numpy():
         told = str(values[0])
         words.append(f"{told}, {values[1]} tokens" if len(values) > 1 and not pd.isna(values[1]) else told)
     return words
@@ -70,7 +68,7 @@ def _rules(lines: pd.DataFrame, field: str) -> list[str]:
 
 def _pairs(lines: pd.DataFrame, field: str) -> Iterable[tuple[dict[str, Any], pd.DataFrame]]:
     """(what is equal, lines) of every setting in which policies ran under two values or more."""
-    shared = [name for name in SETTING if name not in FIELDS[field]]
+    shared = [name for name in SETTING if name not in RULES[field]]
     policies = lines[lines["policy"] != FULL]
     for _, part in policies.groupby(shared, sort=False, dropna=False):
         if part["rule"].nunique() > 1:

@@ -13,6 +13,7 @@ import scipy.stats
 
 from kvbench.aggregate import aggregate
 from kvbench.compare import compare, paired
+from kvbench.compare_rules import compare_rules
 from kvbench.comparison_table import render_comparison
 from kvbench.errors import BadInput, UnknownName
 from kvbench.significance import detectable, holm, mcnemar, sign_flip
@@ -263,3 +264,47 @@ def test_formats_agree(tmp_path: Path) -> None:
     assert sum(line.startswith("| ") for line in markdown.splitlines()) == len(moved) + 2 * 4
     with pytest.raises(BadInput, match="--format 'pdf'"):
         render_comparison(frame, "pdf")
+
+
+def two_rules() -> list[dict[str, Any]]:
+    """Native pins are right on the first 6 of 20 samples, the same pins on 18; tova has one rule only."""
+    rows = []
+    for index in range(20):
+        for mode, right in (("native", 6), ("4,16", 18)):
+            changes: dict[str, Any] = {"pins_mode": mode, "metrics": {"accuracy": float(index < right)}}
+            rows.append(
+                row("snapkv", 64, f"s{index:02}", pins=[0, 32] if mode == "native" else [4, 16], **changes)
+            )
+        rows.append(row("tova", 64, f"s{index:02}", metrics={"accuracy": 1.0}))
+    return rows
+
+
+def test_a_policy_is_compared_with_itself_under_another_rule(tmp_path: Path) -> None:
+    frame = compare_rules(frame_of(tmp_path, two_rules()), "pins", ["accuracy"])
+    (found,) = frame.to_dict("records")
+    assert (found["policy"], found["pins_mode"], found["baseline"]) == ("snapkv", "4,16", "pins native")
+    assert (found["mean"], found["baseline_mean"], found["n"]) == (0.9, 0.3, 20)
+    assert found["difference"] == pytest.approx(0.6)
+    assert (found["win"], found["tie"], found["loss"]) == (12, 8, 0)
+    assert found["p"] == scipy.stats.binomtest(0, 12).pvalue
+    text = render_comparison(frame)
+    assert "minus pins native" in text
+    assert "pins 4,16" in text
+
+
+@pytest.mark.parametrize(
+    ("field", "told"),
+    [("question", "no policy has samples under 'withheld'"), ("model", "choose one of")],
+)
+def test_a_rule_with_one_value_is_nothing_to_compare(tmp_path: Path, field: str, told: str) -> None:
+    with pytest.raises(BadInput, match=told):
+        compare_rules(frame_of(tmp_path, two_rules()), field, ["accuracy"])
+
+
+def test_chunks_of_two_sizes_are_compared_with_one_shot_each(tmp_path: Path) -> None:
+    rows = [row("knorm", 64, f"s{index}", metrics={"accuracy": 1.0}) for index in range(3)]
+    for chunk, value in ((128, 0.0), (256, 1.0)):
+        changes: dict[str, Any] = {"schedule": "chunked", "chunk": chunk, "metrics": {"accuracy": value}}
+        rows += [row("knorm", 64, f"s{index}", **changes) for index in range(3)]
+    frame = compare_rules(frame_of(tmp_path, rows), "schedule", ["accuracy"])
+    assert frame[["chunk", "difference", "loss"]].to_numpy().tolist() == [[128, -1.0, 3], [256, 0.0, 0]]

@@ -1,0 +1,62 @@
+"""Runs what the README says, word for word, in a fresh clone: blocks marked `sh`, and `python` ones.
+
+    python -m tests.readme [README.md]
+
+Blocks follow each other in one shell, as a reader would type them, so what one block makes the next one
+finds. The shell stops at the first command that fails, and so does this command, with its exit code. Blocks
+marked `text` need something else (another model, a cluster, data of your own) and are only counted.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SKIPPED = ("value_norm",)  # the policy that the README shows is tested from CONTRIBUTING, with its imports
+
+
+def blocks(text: str) -> list[tuple[str, str]]:
+    """(mark, code) of every fenced block."""
+    return BLOCK.findall(text)
+
+
+def script(text: str) -> list[str]:
+    """The lines of the shell that runs the README: each command is told before it runs."""
+    lines = ["set -eo pipefail"]
+    for mark, code in blocks(text):
+        if mark == "sh":
+            for command in re.sub(r"\\\n\s*", " ", code).splitlines():
+                told = command.split("  #")[0].strip()
+                if told and not told.startswith("#"):
+                    lines += [f"printf '\\n$ %s\\n' {shlex.quote(told)}", told]
+        elif mark == "python" and not any(word in code for word in SKIPPED):
+            lines += [
+                "printf '\\n$ python\\n'",
+                f"cat > example.py <<'PYTHON'\n{code}PYTHON",
+                "python example.py",
+            ]
+    return lines
+
+
+def main() -> int:
+    text = (ROOT / (sys.argv[1] if len(sys.argv) > 1 else "README.md")).read_text(encoding="utf-8")
+    marks = [mark for mark, _ in blocks(text)]
+    print(
+        f"{marks.count('sh')} blocks of commands, {marks.count('text')} examples that are not run", flush=True
+    )
+    if not marks.count("sh"):
+        print("nothing to run: mark blocks with ```sh", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["git", "clone", "--quiet", str(ROOT), folder], check=True)
+        return subprocess.run(["bash", "-c", "\n".join(script(text))], cwd=folder).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
