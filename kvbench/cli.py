@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from . import __version__, cli_results, cli_traces
+from .cli_figures import figure
 from .cli_results import FAILED, tasks_of, told
 from .cli_speed import speed
 from .config import FULL, RunConfig
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from .runner import RunResult
 
 REFUSED, INTERRUPTED = 2, 130  # exit codes
+LISTED = ("policies", "tasks", "models", "figures")
 
 
 class Commands(typer.core.TyperGroup):
@@ -150,10 +152,10 @@ def run(
 
 
 @app.command("list")
-def list_(what: Annotated[str, typer.Argument(help="policies, tasks or models.")]) -> None:
-    """List policies, tasks or models, with broken plugins and why they are broken."""
-    if what not in ("policies", "tasks", "models"):
-        raise BadInput(f"list '{what}': choose one of policies, tasks, models")
+def list_(what: Annotated[str, typer.Argument(help="policies, tasks, models or figures.")]) -> None:
+    """List policies, tasks, models or figures, with broken plugins and why they are broken."""
+    if what not in LISTED:
+        raise BadInput(f"list '{what}': choose one of {', '.join(LISTED)}")
     from . import describe
 
     for part in getattr(describe, what)():
@@ -235,3 +237,4 @@ def _console() -> Console:
 for part in (cli_results, cli_traces):
     part.add_commands(app)
 app.command()(speed)
+app.command()(figure)

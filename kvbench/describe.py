@@ -62,6 +62,17 @@ def models() -> list[Table]:
     return [_table("models", ["name", "what it is"], rows)]
 
 
+def figures() -> list[Table]:
+    """What `kvbench figure` draws. Imports all policies, which may bring figures of their own."""
+    from .figures import PAPER, kinds
+
+    rows = [
+        [kind.name, kind.paper, kind.shows, kind.takes, " ".join(f"--{option}" for option in kind.options)]
+        for kind in kinds()
+    ]
+    return [_table("figures", ["name", f"in {PAPER}", "shows", "takes", "options"], rows)]
+
+
 def entry(spec: str) -> list[Table | str]:
     """Everything to know about one policy or task. Raises: UnknownName, PluginError."""
     name, _ = split_name(spec)

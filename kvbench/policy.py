@@ -83,6 +83,7 @@ class Policy(ABC):
     bracket: "lower" or "upper" for policies that bound the others in a figure.
     color: matplotlib colour; without one, a colour is derived from the name.
     trainer: "module:function" behind `kvbench train --policy NAME`, for policies that learn.
+    figures: "module:tuple" of the FigureKinds (kvbench/figures.py) that this policy adds to `kvbench figure`.
     """
 
     name: ClassVar[str] = ""
@@ -93,6 +94,7 @@ class Policy(ABC):
     bracket: ClassVar[str | None] = None
     color: ClassVar[str | None] = None
     trainer: ClassVar[str | None] = None
+    figures: ClassVar[str | None] = None
 
     @property
     def pins(self) -> Pins:

@@ -5,7 +5,6 @@ Works on stored rows: neither torch nor the engine is imported.
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,13 @@ import pandas as pd
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
+from .canvas import FONT, GRID, RC, WIDTH, heading, save
 from .config import FULL
+from .errors import BadInput
+from .figures import SPEED, Request, inputs, reference_folders
+from .manifest import read_manifest
 from .panels import short
-from .plot import FONT, RC, save
+from .results import read_rows
 from .style import Style, styles
 from .table import text_table
 
@@ -114,12 +117,30 @@ def _three(value: float) -> str:
     return f"{value:.3g}"
 
 
-def draw(rows: pd.DataFrame, heading: str, declared: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Seconds of the prefill and of every policy's scores against the context length: PNG and SVG."""
+def wall_clock(asked: Request) -> list[Path]:
+    """Draw stored rows of `kvbench speed` again. Raises: BadInput for rows of something else; StoreError."""
+    hint = "make one with kvbench speed --policy all --out FOLDER"
+    paths = inputs(asked, "wall-clock", SPEED, reference_folders("speed"), hint)
+    if len(paths) > 1:
+        raise BadInput(f"figure 'wall-clock' draws one folder, {len(paths)} were given: machines do not mix")
+    rows, manifest = read_rows(paths), read_manifest(paths[0])
+    if "time:prefill_s" not in rows or set(rows["task"]) != {"speed"}:
+        raise BadInput(f"{paths[0]} holds no rows of kvbench speed: {hint}")
+    fig = figure(rows, title(rows, manifest["fixed"]), manifest.get("style", {}))
+    return save(fig, asked.out, "wall-clock", _medians(rows), compact=True)
+
+
+def draw(rows: pd.DataFrame, told: str, declared: Mapping[str, Any], folder: Path) -> list[Path]:
+    """The figure of a measurement, as PNG and SVG."""
+    return save(figure(rows, told, declared), folder, "speed")
+
+
+def figure(rows: pd.DataFrame, told: str, declared: Mapping[str, Any]) -> Figure:
+    """Seconds of the prefill and of every policy's scores against the context length."""
     ok = rows[rows["status"] == "ok"]
     looks = styles(dict.fromkeys(ok["spec"]), declared)
     with matplotlib.rc_context(RC):
-        fig = Figure(figsize=(7.6, 4.4), layout="constrained")
+        fig = Figure(figsize=(WIDTH, 4.4), layout="constrained")
         axes = fig.subplots()
         _curve(axes, ok[ok["spec"] == FULL], "time:prefill_s", looks[FULL], "prefill")
         for spec, part in ok[ok["spec"] != FULL].groupby("spec", sort=False):
@@ -132,13 +153,24 @@ def draw(rows: pd.DataFrame, heading: str, declared: Mapping[str, Any], folder: 
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_xlabel("context (tokens)")
         axes.set_ylabel("seconds, all layers")
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+        axes.grid(axis="y", **GRID)
         axes.set_axisbelow(True)
-        fig.suptitle(
-            "\n".join(textwrap.wrap(heading, 88)), fontsize=FONT - 2, x=0.01, horizontalalignment="left"
-        )
+        heading(fig, [told])
         fig.legend(loc="outside right center", frameon=False, fontsize=FONT - 2, handlelength=2.6)
-    return save(fig, folder, "speed")
+    return fig
+
+
+def _medians(rows: pd.DataFrame) -> pd.DataFrame:
+    """What the figure shows: seconds of all layers per policy and length."""
+    lines = []
+    for length, same in _by_length(rows[rows["status"] == "ok"]):
+        for spec, part in same.groupby("spec", sort=False):
+            stage = "prefill" if spec == FULL else "score"
+            seconds = part[f"time:{stage}_s"]
+            shown = {"policy": short(str(spec)), "context_tokens": length, "stage": stage}
+            numbers = {"median_s": seconds.median(), "least_s": seconds.min(), "most_s": seconds.max()}
+            lines.append({**shown, **numbers, "n": len(part), "layers": int(part["layers"].iloc[0])})
+    return pd.DataFrame(lines)
 
 
 def _curve(axes: Any, part: pd.DataFrame, column: str, look: Style, label: str) -> None:

@@ -14,11 +14,12 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from .aggregate import aggregate
+from .canvas import FONT, GRID, RC, counted, heading, save
 from .config import FULL, file_name
 from .errors import BadInput, StoreError
 from .metrics import describe
 from .panels import RULES, SETTING, matches, short
-from .plot import FONT, RC, home, looks_of, save, sections
+from .plot import home, looks_of, sections
 from .results import read_rows
 from .style import GREY, Style
 
@@ -101,10 +102,10 @@ def figure(lines: pd.DataFrame, setting: Mapping[str, Any], looks: Mapping[str, 
                 axes.axvline(mean, color="black", linewidth=1.2, zorder=1)
             axes.set_title(f"budget {budget}", fontsize=FONT - 1)
             axes.set_xlabel(metric.label)
-            axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+            axes.grid(axis="x", **GRID)
         columns[0].set_yticks(range(len(policies)), [textwrap.fill(short(name), 24) for name in policies])
         columns[0].invert_yaxis()
-        fig.suptitle(_title(rest, setting), fontsize=FONT - 1, x=0.01, horizontalalignment="left")
+        heading(fig, _title(rest, setting), 70)
         handles = [
             Line2D(
                 [], [], linestyle="", marker="o", color=GREY, markerfacecolor=_fill(index, GREY), label=rule
@@ -138,10 +139,8 @@ def _fill(index: int, color: str) -> str:
     return "white" if index == 0 else color
 
 
-def _title(rest: pd.DataFrame, setting: Mapping[str, Any]) -> str:
-    counts = sorted({int(n) for n in rest["n"]})
-    n = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
+def _title(rest: pd.DataFrame, setting: Mapping[str, Any]) -> list[str]:
+    n = counted([int(n) for n in rest["n"]])
     words = {"question": "question {}", "pins_mode": "pins {}", "schedule": "schedule {}"}
     equal = [words[name].format(setting[name]) for name in words if name in setting]
-    text = [f"{setting['task']}, {setting['model']}, {n}", ", ".join(equal)]
-    return "\n".join(piece for line in text for piece in textwrap.wrap(line, 70))
+    return [f"{setting['task']}, {setting['model']}, {n}", ", ".join(equal)]
