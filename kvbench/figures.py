@@ -19,7 +19,7 @@ PAPER = "arXiv:2602.10238"
 REFERENCE = Path("results") / "reference"
 OUT = Path("results") / "figures"
 RUNS, TRACES, SPEED = "run folders", "a folder of traces", "a folder of kvbench speed"
-HEADS = ("policy", "pins", "sample")
+OWN = {"speed", "traces"}  # tasks of other commands than `kvbench run`
 
 
 @dataclass(frozen=True)
@@ -133,9 +133,6 @@ def reference_folders(task: str | None = None) -> list[str]:
     )
     tasks = {folder: read_manifest(folder).get("tasks", {}) for folder in folders}
     return [str(f) for f in folders if (task in tasks[f] if task else not OWN & set(tasks[f]))]
-
-
-OWN = {"speed", "traces"}  # tasks of other commands than `kvbench run`
 
 
 def inputs(asked: Request, name: str, takes: str, default: list[str], hint: str) -> tuple[str, ...]:
