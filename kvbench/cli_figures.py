@@ -21,7 +21,7 @@ def figure(
         bool, typer.Option("--each", help="A panel per task, where a group has several.")
     ] = False,
     policy: Annotated[list[str] | None, typer.Option(help="Policies; default: the figure's own.")] = None,
-    pins: Annotated[str, typer.Option(help="Of traces: none, native, or FIRST,LAST.")] = "none",
+    pins: Annotated[str | None, typer.Option(help="Of traces: none, native, or FIRST,LAST.")] = None,
     limit: Annotated[int | None, typer.Option(help="Traces to use; default: all.")] = None,
     sample: Annotated[int, typer.Option(help="Which trace, from 0, where a figure shows one.")] = 0,
     head: Annotated[str | None, typer.Option(help="A KV head, as L10.H0.")] = None,

@@ -18,7 +18,7 @@ from .registry import POLICIES
 PAPER = "arXiv:2602.10238"
 REFERENCE = Path("results") / "reference"
 OUT = Path("results") / "figures"
-RUNS, TRACES, SPEED = "run folders", "a folder of traces", "a folder of kvbench speed"
+RUNS, TRACES, SPEED = "run folders", "a folder of kvbench trace", "a folder of kvbench speed"
 OWN = {"speed", "traces"}  # tasks of other commands than `kvbench run`
 
 
@@ -27,15 +27,15 @@ class Request:
     """What to draw. paths: inputs, see FigureKind.takes; none: the committed reference, where there is one.
 
     metrics: of run folders. each: one panel per task of a group. policies: which ones; none: the figure's
-    own choice. pins: none, native or FIRST,LAST, when traces are ranked. limit: traces. sample: which trace,
-    from 0. head: a KV head as "L10.H0". out: folder of the files.
+    own choice. pins: none, native or FIRST,LAST, when traces are ranked; None: the figure's own choice.
+    limit: traces. sample: which trace, from 0. head: a KV head as "L10.H0". out: folder of the files.
     """
 
     paths: tuple[str, ...] = ()
     metrics: tuple[str, ...] = ()
     each: bool = False
     policies: tuple[str, ...] = ()
-    pins: str = "none"
+    pins: str | None = None
     limit: int | None = None
     sample: int = 0
     head: str | None = None
@@ -80,12 +80,40 @@ ENGINE = (
         ("metric", "each", "policy"), "kvbench.grid:budget_curves",
     ),
     FigureKind(
-        "learned", "8", "the same, of policies with learned weights only", RUNS,
+        "learned", "8", "metrics against the budget, learned policies only", RUNS,
         ("metric", "each"), "kvbench.grid:learned",
     ),
     FigureKind(
         "wall-clock", "7", "scoring and prefill against the context length", SPEED,
         (), "kvbench.speed_report:wall_clock",
+    ),
+    FigureKind(
+        "budget-cost", "6a, 20-22", "eviction cost of every budget, log axes, a panel per folder", TRACES,
+        ("policy", "pins", "limit", "head"), "kvbench.cost_figures:budget_cost",
+    ),
+    FigureKind(
+        "head-costs", "21, 22", "eviction cost of every KV head under every policy", TRACES,
+        ("policy", "pins", "limit"), "kvbench.cost_figures:head_costs",
+    ),
+    FigureKind(
+        "importance", "9a", "future attention by rank, of eight heads from sharp to flat", TRACES,
+        ("sample",), "kvbench.head_figures:importance",
+    ),
+    FigureKind(
+        "rank-error", "9b", "one head's tokens by oracle rank, coloured by rank error", TRACES,
+        ("policy", "pins", "sample", "head"), "kvbench.head_figures:rank_errors",
+    ),
+    FigureKind(
+        "rank-variance", "10", "mean and variance over heads of each position's rank", TRACES,
+        ("policy", "pins", "sample"), "kvbench.head_figures:rank_variance",
+    ),
+    FigureKind(
+        "rank-matrix", "11", "every head's ranking, coloured by position", TRACES,
+        ("policy", "pins", "sample"), "kvbench.head_figures:rank_matrix",
+    ),
+    FigureKind(
+        "head-correlation", "12", "rank correlation between heads", TRACES,
+        ("policy", "pins", "sample"), "kvbench.head_figures:head_correlation",
     ),
 )  # fmt: skip
 

@@ -38,6 +38,7 @@ class KVP(Policy):
     repeated = "scores use original positions, so kept tokens score the same again"
     color = "#882255"
     trainer = "kvbench.policies.kvp.command:TRAINER"
+    figures = "kvbench.policies.kvp.figures:FIGURES"
 
     weights: str = param("ruler", "trained on RULER-style traces, as the paper's KVP-R")
 
