@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
+import torch
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
@@ -21,7 +23,7 @@ from .canvas import FONT, GRID, RC, WIDTH, heading, save, short_numbers
 from .curves import BUDGET, name_ticks
 from .errors import BadInput
 from .figures import TRACES, Request, inputs
-from .heads import budget_costs, find_head, head_name
+from .heads import budget_costs, find_head, head_name, missed_masses
 from .panels import short
 from .progress import progress
 from .ranked import RecordedRanker, boundary
@@ -31,14 +33,18 @@ from .trace import TraceSet
 
 HINT = "make one with kvbench trace --task ... --samples 16 --out FOLDER"
 POINTS_PER_OCTAVE = 4  # of budgets that are averaged into one point
+QUANTITIES = {
+    "budget_cost": "−Rᵇ (adds up to\nthe eviction cost)",
+    "missed_mass": "missed mass (0..1,\nlower is better)",
+}
 
 
 @dataclass(frozen=True)
 class Costs:
     """What rankings cost. folder: of the traces, by name. samples: ids of the traces, ascending.
 
-    points: {spec: per trace -R^b, averaged over the budgets of a point, (layer, kv_head, point)}; longer
-    traces have more points. totals: {spec: eviction cost (trace, layer, kv_head)}.
+    points: {spec: per trace QUANTITIES, averaged over the budgets of a point, (quantity, layer, kv_head,
+    point)}; longer traces have more points. totals: {spec: eviction cost (trace, layer, kv_head)}.
     """
 
     folder: str
@@ -65,9 +71,10 @@ def ranked_costs(asked: Request, name: str, specs: Sequence[str]) -> tuple[list[
             for trace in chosen:
                 (one,) = ranker.rank(trace, boundary(trace))
                 for spec in ranker.specs:
-                    costs = budget_costs(one.orders[spec], one.utility).numpy()
-                    points[spec].append(_averaged(costs))
-                    totals[spec].append(costs.sum(-1))
+                    costs = budget_costs(one.orders[spec], one.utility)
+                    both = torch.stack([costs, missed_masses(one.orders[spec], one.utility)])
+                    points[spec].append(_averaged(both.numpy()))
+                    totals[spec].append(costs.sum(-1).numpy())
                 advance(trace.info.task)
         rules = f"future from the question on, pins {asked.pins or 'none'}"
         title = f"{traces.header['model']}, {rules}"
@@ -92,7 +99,7 @@ def _averaged(costs: Floats) -> Floats:
 
 
 def budget_cost(asked: Request) -> list[Path]:
-    """-R^b of KVP over all budgets, a panel per folder of traces."""
+    """-R^b of KVP and missed mass over all budgets, a column per folder of traces."""
     found, looks = ranked_costs(asked, "budget-cost", asked.policies or ["all"])
     return draw_budget_cost(found, looks, asked, "budget-cost")
 
@@ -104,22 +111,29 @@ def draw_budget_cost(
     tables = [_by_budget(one, asked.head) for one in found]
     where = asked.head or "mean over all KV heads"
     with matplotlib.rc_context(RC):
-        fig = Figure(figsize=(WIDTH, 4.6 + 0.2 * (len(looks) // 3)), layout="constrained")
-        cells = fig.subplots(1, len(found), squeeze=False, sharey=True)[0]
-        for axes, one, table in zip(cells, found, tables, strict=True):
-            for spec in one.points:
-                _curve(axes, table[table["spec"] == spec], looks[spec])
-            axes.set(xscale="log", yscale="log")
-            axes.set_xlabel(BUDGET if len(found) == 1 else BUDGET.replace(" per KV head", "\nper KV head"))
+        height = 5.6 + 0.22 * math.ceil(len(looks) / 3)
+        fig = Figure(figsize=(WIDTH, height), layout="constrained")
+        cells = fig.subplots(len(QUANTITIES), len(found), squeeze=False, sharex="col", sharey="row")
+        for row, (quantity, label) in zip(cells, QUANTITIES.items(), strict=True):
+            for axes, table in zip(row, tables, strict=True):
+                part = table[table["quantity"] == quantity]
+                for spec in looks:
+                    _curve(axes, part[part["spec"] == spec], looks[spec])
+                axes.set(xscale="log", yscale="log")
+                axes.grid(**GRID)
+            row[0].set_ylabel(label, fontsize=FONT - 1)
+            if quantity == "missed_mass":
+                row[0].set_ylim(1e-3, 1.2)
+        for axes, one in zip(cells[0], found, strict=True):
             axes.set_title(f"{one.folder}, n = {len(one.samples)} traces", fontsize=FONT - 1, loc="left")
-            axes.grid(**GRID)
-        cells[0].set_ylabel("share of eviction cost (−Rᵇ, lower is better)")
-        heading(fig, [f"{found[0].title}; {where}; 95% interval over traces"])
-        handles, labels = cells[0].get_legend_handles_labels()
+        for axes in cells[-1]:
+            axes.set_xlabel(BUDGET if len(found) == 1 else BUDGET.replace(" per KV head", "\nper KV head"))
+        heading(fig, [found[0].title, f"{where}; 95% interval over traces"])
+        handles, labels = cells[0][0].get_legend_handles_labels()
         told = [f"{label} ({_totals(tables, label)})" for label in labels]
         fig.legend(
             handles, told, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT - 2,
-            title="policy (its eviction cost: the sum over all budgets)", title_fontsize=FONT - 2,
+            title="policy (its eviction cost: the sum of −Rᵇ over all budgets)", title_fontsize=FONT - 2,
         )  # fmt: skip
     shown = pd.concat(tables).drop(columns="spec")
     parts = [name, *([asked.head] if asked.head else [])]
@@ -144,21 +158,23 @@ def _by_budget(costs: Costs, head: str | None) -> pd.DataFrame:
     """Means over heads, with intervals over traces; points that less than half of the traces are long
     enough for are left out."""
     longest = max(part.shape[-1] for part in next(iter(costs.points.values())))
-    edges = budget_edges(2**20)[: longest + 1]
+    spans = list(enumerate(pairwise(budget_edges(2**20)[: longest + 1])))
     lines: list[dict[str, Any]] = []
     items = []
     for spec, parts in costs.points.items():
-        place = find_head(head, parts[0].shape[:2]) if head else (slice(None), slice(None))
-        flat = [part[place].reshape(-1, part.shape[-1]).mean(0) for part in parts]
+        place = find_head(head, parts[0].shape[1:3]) if head else (slice(None), slice(None))
+        flat = [part[:, *place].reshape(len(QUANTITIES), -1, part.shape[-1]).mean(1) for part in parts]
         total = float(costs.totals[spec][:, *place].mean())
-        for point, (low, high) in enumerate(pairwise(edges)):
-            long = [i for i, part in enumerate(flat) if len(part) > point]
+        for (index, quantity), (point, (low, high)) in product(enumerate(QUANTITIES), spans):
+            long = [i for i, part in enumerate(flat) if part.shape[-1] > point]
             if 2 * len(long) < len(flat):
-                break
-            items.append(measured([costs.samples[i] for i in long], np.array([flat[i][point] for i in long])))
+                continue
+            values = np.array([flat[i][index, point] for i in long])
+            items.append(measured([costs.samples[i] for i in long], values))
+            names = {"traces": costs.folder, "policy": short(spec), "spec": spec, "quantity": quantity}
             budgets = {"budget": (low + high - 1) / 2, "first_budget": low, "last_budget": high - 1}
             numbers = {"mean": items[-1].estimate, "n": len(long), "eviction_cost": total}
-            lines.append({"traces": costs.folder, "policy": short(spec), "spec": spec, **budgets, **numbers})
+            lines.append(names | budgets | numbers)
     return _with_bounds(lines, items)
 
 

@@ -88,7 +88,7 @@ ENGINE = (
         (), "kvbench.speed_report:wall_clock",
     ),
     FigureKind(
-        "budget-cost", "6a, 20-22", "eviction cost of every budget, log axes, a panel per folder", TRACES,
+        "budget-cost", "6a, 20-22", "eviction cost and missed mass of every budget", TRACES,
         ("policy", "pins", "limit", "head"), "kvbench.cost_figures:budget_cost",
     ),
     FigureKind(

@@ -58,7 +58,7 @@ def _draw(asked: Request, name: str, policies: Sequence[str] | None) -> list[Pat
     check_names(asked.metrics, available(rows))
     tasks, declared = sections(paths)
     chosen = _learned(rows, declared) if policies is None else _named(rows, policies)
-    rows = rows[rows["spec"].isin({FULL, *chosen})]
+    rows, tasks = apart(rows[rows["spec"].isin({FULL, *chosen})], tasks)
     if not asked.each:
         rows, tasks = pooled(rows, tasks)
     found: list[Panel] = []
@@ -89,6 +89,21 @@ def _named(rows: pd.DataFrame, policies: Sequence[str]) -> set[str]:
         if spec not in known:
             raise UnknownName("policy", spec, known, "These are the policies in the results.")
     return set(policies) or known
+
+
+def apart(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """Runs of one task that share no sample measured other things: each gets a task, named by its folder.
+
+    tasks: {task: {"metric": name}}. Returns the rows, and tasks with the new names.
+    """
+    names, entries = rows["task_spec"].copy(), dict(tasks)
+    for spec, part in rows.groupby("task_spec", sort=False):
+        samples = [set(own["sample"]) for _, own in part.groupby("run", sort=False)]
+        if len(samples) > 1 and sum(map(len, samples)) == len(set().union(*samples)):
+            names[part.index] = [f"{spec} of {Path(run).name}" for run in part["run"]]
+            entry = tasks.get(str(spec)) or tasks.get(str(spec).split(":")[0])
+            entries |= dict.fromkeys(names[part.index], entry or {})
+    return rows.assign(task_spec=names), entries
 
 
 def pooled(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, dict[str, Any]]:

@@ -79,6 +79,14 @@ def budget_costs(order: Tensor, utility: Tensor) -> Tensor:
     return torch.where(best > 0, u.gather(-1, order) * b / best, b / b.sum())
 
 
+def missed_masses(order: Tensor, utility: Tensor) -> Tensor:
+    """Share of the future attention on tokens that budget b = 1 to the number of slots evicts: (..., slot)
+    float64; 0 where all utility is 0."""
+    return (1 - shares(utility).gather(-1, order).cumsum(-1)).clamp(0, 1) * (
+        utility.sum(-1, keepdim=True) > 0
+    )
+
+
 def head_name(layer: int, head: int) -> str:
     return f"L{layer}.H{head}"
 

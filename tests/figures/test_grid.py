@@ -95,6 +95,22 @@ def test_pooling_keeps_settings_apart(tmp_path: Path) -> None:
     assert dict(zip(lines["question"], lines["mean"], strict=True)) == {"seen": 0.2, "withheld": 0.6}
 
 
+def test_runs_over_other_samples_are_not_compared(tmp_path: Path) -> None:
+    for name, samples in (("one", "ab"), ("two", "cd"), ("three", "de")):
+        with Store.open(tmp_path / name, {}, {}) as store:
+            spec = "tova" if name == "three" else "knorm"
+            store.append([row(spec, 64, sample) for sample in samples])
+    tasks = {"boolq": {"metric": "acc_norm"}}
+    pair, named = grid.apart(read_rows([tmp_path / "one", tmp_path / "two"]), tasks)
+    assert named["boolq of two"] == {"metric": "acc_norm"}
+    assert dict(zip(pair["sample"], pair["task_spec"], strict=True)) == {
+        "a": "boolq of one", "b": "boolq of one", "c": "boolq of two", "d": "boolq of two",
+    }  # fmt: skip
+    for names in (["one"], ["two", "three"]):
+        rows, named = grid.apart(read_rows([tmp_path / name for name in names]), tasks)
+        assert (set(rows["task_spec"]), named) == ({"boolq"}, tasks)
+
+
 def test_budget_curves_lay_tasks_out_with_one_legend(run: Path) -> None:
     parts = [
         ({"task": task, **_setting(lines)}, lines[(lines["metric"] == metric) & (lines["n"] > 0)])
