@@ -4,140 +4,79 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 import numpy as np
 import pandas as pd
-import torch
+from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-from .bootstrap import Floats, Measured, intervals, measured
 from .canvas import FONT, GRID, RC, WIDTH, heading, save, short_numbers
+from .config import parse_pins
 from .curves import BUDGET, name_ticks
 from .errors import BadInput
-from .figures import TRACES, Request, inputs
-from .heads import budget_costs, find_head, head_name, missed_masses
-from .panels import short
-from .progress import progress
-from .ranked import RecordedRanker, boundary
-from .runner import style_of
-from .style import Style, styles
-from .trace import TraceSet
+from .figures import Request
+from .recorded_costs import POINTS_PER_OCTAVE, Costs, by_budget, by_head, rank_folders
+from .style import Style
 
-HINT = "make one with kvbench trace --task ... --samples 16 --out FOLDER"
-POINTS_PER_OCTAVE = 4  # of budgets that are averaged into one point
 QUANTITIES = {
     "budget_cost": "−Rᵇ (adds up to\nthe eviction cost)",
     "missed_mass": "missed mass (0..1,\nlower is better)",
+    "over_oracle": "missed mass over\nthe oracle's",
 }
-
-
-@dataclass(frozen=True)
-class Costs:
-    """What rankings cost. folder: of the traces, by name. samples: ids of the traces, ascending.
-
-    points: {spec: per trace QUANTITIES, averaged over the budgets of a point, (quantity, layer, kv_head,
-    point)}; longer traces have more points. totals: {spec: eviction cost (trace, layer, kv_head)}.
-    """
-
-    folder: str
-    title: str
-    samples: list[str]
-    points: dict[str, list[Floats]]
-    totals: dict[str, Floats]
-
-
-def ranked_costs(asked: Request, name: str, specs: Sequence[str]) -> tuple[list[Costs], dict[str, Style]]:
-    """Rank the traces of all given folders; and how the policies are drawn. Raises: KvbenchError."""
-    found = []
-    looks: dict[str, Style] = {}
-    for path in inputs(asked, name, TRACES, [], HINT):
-        traces = TraceSet(path)
-        chosen = sorted(list(traces)[: asked.limit], key=lambda trace: trace.info.id)
-        if not chosen:
-            raise BadInput(f"{path} holds no trace yet: record some with kvbench trace")
-        ranker = RecordedRanker.open(traces, specs, asked.pins or "none")
-        looks = styles(ranker.specs, style_of(ranker.policies))
-        points: dict[str, list[Floats]] = {spec: [] for spec in ranker.specs}
-        totals: dict[str, list[Floats]] = {spec: [] for spec in ranker.specs}
-        with progress(True, len(chosen), "traces") as advance:
-            for trace in chosen:
-                (one,) = ranker.rank(trace, boundary(trace))
-                for spec in ranker.specs:
-                    costs = budget_costs(one.orders[spec], one.utility)
-                    both = torch.stack([costs, missed_masses(one.orders[spec], one.utility)])
-                    points[spec].append(_averaged(both.numpy()))
-                    totals[spec].append(costs.sum(-1).numpy())
-                advance(trace.info.task)
-        rules = f"future from the question on, pins {asked.pins or 'none'}"
-        title = f"{traces.header['model']}, {rules}"
-        samples = [trace.info.id for trace in chosen]
-        stacked = {spec: np.stack(costs) for spec, costs in totals.items()}
-        found.append(Costs(traces.folder.name, title, samples, points, stacked))
-    return found, looks
-
-
-def budget_edges(longest: int) -> list[int]:
-    """The first budget of every point, and the one after the last: whole numbers near 2^(k/4), so that
-    neighbouring points are about equally far apart on a logarithmic axis."""
-    powers = np.arange(int(np.log2(longest + 1) * POINTS_PER_OCTAVE) + 1) / POINTS_PER_OCTAVE
-    return [int(edge) for edge in np.unique(np.round(2.0**powers).astype(int))]
-
-
-def _averaged(costs: Floats) -> Floats:
-    """Means over the budgets of each point that all belong to it. (..., n) -> (..., point)."""
-    edges = budget_edges(costs.shape[-1])
-    sums = np.add.reduceat(costs[..., : edges[-1] - 1], np.array(edges[:-1]) - 1, axis=-1)
-    return np.asarray(sums / np.diff(edges))
+LEAST = 1e-3  # missed mass: less is cut off, or the end of the curve would fill the axis
 
 
 def budget_cost(asked: Request) -> list[Path]:
     """-R^b of KVP and missed mass over all budgets, a column per folder of traces."""
-    found, looks = ranked_costs(asked, "budget-cost", asked.policies or ["all"])
-    return draw_budget_cost(found, looks, asked, "budget-cost")
+    found, looks = rank_folders(asked, "budget-cost", asked.policies or ["all"])
+    return draw_budget_cost(found, looks, asked, "budget-cost", ["budget_cost", "missed_mass"])
 
 
 def draw_budget_cost(
-    found: Sequence[Costs], looks: Mapping[str, Style], asked: Request, name: str
+    found: Sequence[Costs], looks: Mapping[str, Style], asked: Request, name: str, rows: Sequence[str]
 ) -> list[Path]:
-    """One panel per Costs. asked: for its head (None: the mean over all) and folder of the files."""
-    tables = [_by_budget(one, asked.head) for one in found]
-    where = asked.head or "mean over all KV heads"
+    """A column per Costs. asked: for its head (None: the mean over all), pins, and folder of the files.
+    rows: which of QUANTITIES."""
+    tables = [by_budget(one, asked.head) for one in found]
+    pins = parse_pins(asked.pins or "none")
     with matplotlib.rc_context(RC):
-        height = 5.6 + 0.22 * math.ceil(len(looks) / 3)
-        fig = Figure(figsize=(WIDTH, height), layout="constrained")
-        cells = fig.subplots(len(QUANTITIES), len(found), squeeze=False, sharex="col", sharey="row")
-        for row, (quantity, label) in zip(cells, QUANTITIES.items(), strict=True):
-            for axes, table in zip(row, tables, strict=True):
-                part = table[table["quantity"] == quantity]
+        fig = Figure(figsize=(WIDTH, 5.6 + 0.22 * math.ceil(len(looks) / 3)), layout="constrained")
+        cells = fig.subplots(len(rows), len(found), squeeze=False, sharex="col", sharey="row")
+        for line, quantity in zip(cells, rows, strict=True):
+            for axes, table in zip(line, tables, strict=True):
+                part = table[(table["quantity"] == quantity)]
+                part = part[part["first_budget"] >= (pins.total if pins else 0)]  # before, only pins stay
                 for spec in looks:
                     _curve(axes, part[part["spec"] == spec], looks[spec])
-                axes.set(xscale="log", yscale="log")
+                axes.set(xscale="log", yscale="linear" if quantity == "over_oracle" else "log")
                 axes.grid(**GRID)
-            row[0].set_ylabel(label, fontsize=FONT - 1)
+            line[0].set_ylabel(QUANTITIES[quantity], fontsize=FONT - 1)
             if quantity == "missed_mass":
-                row[0].set_ylim(1e-3, 1.2)
+                line[0].set_ylim(max(LEAST, line[0].get_ylim()[0]), 1.2)
         for axes, one in zip(cells[0], found, strict=True):
             axes.set_title(f"{one.folder}, n = {len(one.samples)} traces", fontsize=FONT - 1, loc="left")
         for axes in cells[-1]:
             axes.set_xlabel(BUDGET if len(found) == 1 else BUDGET.replace(" per KV head", "\nper KV head"))
-        heading(fig, [found[0].title, f"{where}; 95% interval over traces"])
+        heading(fig, [found[0].title, f"{asked.head or 'mean over all KV heads'}; 95% interval over traces"])
         handles, labels = cells[0][0].get_legend_handles_labels()
         told = [f"{label} ({_totals(tables, label)})" for label in labels]
-        fig.legend(
-            handles, told, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT - 2,
-            title="policy (its eviction cost: the sum of −Rᵇ over all budgets)", title_fontsize=FONT - 2,
-        )  # fmt: skip
+        _legend(fig, handles, told, "policy (its eviction cost: the sum of −Rᵇ over all budgets)")
     shown = pd.concat(tables).drop(columns="spec")
     parts = [name, *([asked.head] if asked.head else [])]
     return save(fig, asked.out, "-".join(parts), short_numbers(shown), compact=True)
+
+
+def _legend(fig: Figure, handles: Sequence[Artist], labels: Sequence[str], title: str) -> None:
+    """Below everything, in as many columns as fit."""
+    fig.legend(
+        handles, labels, loc="outside lower center", ncols=3 if max(map(len, labels)) < 34 else 2,
+        frameon=False, fontsize=FONT - 2, title=title, title_fontsize=FONT - 2,
+    )  # fmt: skip
 
 
 def _curve(axes: Axes, part: pd.DataFrame, look: Style) -> None:
@@ -154,41 +93,12 @@ def _totals(tables: Sequence[pd.DataFrame], policy: str) -> str:
     return " and ".join(f"{cost:.3g}" for cost in costs)
 
 
-def _by_budget(costs: Costs, head: str | None) -> pd.DataFrame:
-    """Means over heads, with intervals over traces; points that less than half of the traces are long
-    enough for are left out."""
-    longest = max(part.shape[-1] for part in next(iter(costs.points.values())))
-    spans = list(enumerate(pairwise(budget_edges(2**20)[: longest + 1])))
-    lines: list[dict[str, Any]] = []
-    items = []
-    for spec, parts in costs.points.items():
-        place = find_head(head, parts[0].shape[1:3]) if head else (slice(None), slice(None))
-        flat = [part[:, *place].reshape(len(QUANTITIES), -1, part.shape[-1]).mean(1) for part in parts]
-        total = float(costs.totals[spec][:, *place].mean())
-        for (index, quantity), (point, (low, high)) in product(enumerate(QUANTITIES), spans):
-            long = [i for i, part in enumerate(flat) if part.shape[-1] > point]
-            if 2 * len(long) < len(flat):
-                continue
-            values = np.array([flat[i][index, point] for i in long])
-            items.append(measured([costs.samples[i] for i in long], values))
-            names = {"traces": costs.folder, "policy": short(spec), "spec": spec, "quantity": quantity}
-            budgets = {"budget": (low + high - 1) / 2, "first_budget": low, "last_budget": high - 1}
-            numbers = {"mean": items[-1].estimate, "n": len(long), "eviction_cost": total}
-            lines.append(names | budgets | numbers)
-    return _with_bounds(lines, items)
-
-
-def _with_bounds(lines: list[dict[str, Any]], items: list[Measured]) -> pd.DataFrame:
-    bounds = intervals(items)
-    return pd.DataFrame(lines).assign(lo=[low for low, _ in bounds], hi=[high for _, high in bounds])
-
-
 def head_costs(asked: Request) -> list[Path]:
     """Eviction cost of every KV head: a map in the order of the layers, and curves sorted by cost."""
-    found, looks = ranked_costs(asked, "head-costs", asked.policies or ["all"])
+    found, looks = rank_folders(asked, "head-costs", asked.policies or ["all"])
     if len(found) > 1:
         raise BadInput(f"figure 'head-costs' shows one folder of traces, {len(found)} were given")
-    table = _by_head(found[0])
+    table, names = by_head(found[0]), found[0].names
     order = table.groupby("spec", sort=False)["mean"].mean().sort_values().index
     per_layer = int(table["head"].max()) + 1
     with matplotlib.rc_context(RC):
@@ -198,7 +108,7 @@ def head_costs(asked: Request) -> list[Path]:
         image = upper.imshow(
             grid, aspect="auto", interpolation="nearest", cmap="viridis", norm=LogNorm(1, grid.max())
         )
-        upper.set_yticks(range(len(order)), [short(spec) for spec in order], fontsize=FONT - 2)
+        upper.set_yticks(range(len(order)), [names[spec] for spec in order], fontsize=FONT - 2)
         layers = range(0, grid.shape[1] // per_layer, 5)
         upper.set_xticks([layer * per_layer for layer in layers], [f"L{layer}" for layer in layers])
         upper.set_xlabel(f"KV head ({per_layer} per layer), in the order of the layers", fontsize=FONT - 1)
@@ -210,7 +120,7 @@ def head_costs(asked: Request) -> list[Path]:
             look = looks[spec]
             lower.plot(
                 np.arange(1, len(row) + 1), np.sort(row), look.line, color=look.color, linewidth=look.width,
-                marker=look.marker, markersize=5, markevery=15, label=f"{short(spec)} ({row.mean():.3g})",
+                marker=look.marker, markersize=5, markevery=15, label=f"{names[spec]} ({row.mean():.3g})",
             )  # fmt: skip
         lower.set_yscale("log")
         name_ticks(lower, 1)
@@ -219,21 +129,6 @@ def head_costs(asked: Request) -> list[Path]:
         lower.grid(axis="y", **GRID)
         n = f"{found[0].folder}, n = {len(found[0].samples)} traces, mean"
         heading(fig, [f"{found[0].title}; {n}"])
-        fig.legend(
-            *lower.get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False,
-            fontsize=FONT - 2, title="policy (mean over heads)", title_fontsize=FONT - 2,
-        )  # fmt: skip
+        handles, labels = lower.get_legend_handles_labels()
+        _legend(fig, handles, labels, "policy (mean over heads)")
     return save(fig, asked.out, "head-costs", short_numbers(table.drop(columns="spec")), compact=True)
-
-
-def _by_head(costs: Costs) -> pd.DataFrame:
-    """Mean eviction cost of every head, with its interval over traces."""
-    lines: list[dict[str, Any]] = []
-    items = []
-    for spec, stacked in costs.totals.items():
-        for layer, head in np.ndindex(*stacked.shape[1:]):
-            items.append(measured(costs.samples, stacked[:, layer, head]))
-            place = {"layer": layer, "head": head, "name": head_name(layer, head)}
-            numbers = {"mean": items[-1].estimate, "n": len(costs.samples)}
-            lines.append({"traces": costs.folder, "policy": short(spec), "spec": spec, **place, **numbers})
-    return _with_bounds(lines, items)

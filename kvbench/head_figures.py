@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 
 from . import heads
 from .canvas import FONT, GRID, RC, WIDTH, heading, save, short_numbers
-from .cost_figures import HINT
 from .errors import BadInput
 from .figures import TRACES, Request, inputs
 from .heads import find_head, head_name
 from .panels import short
 from .ranked import Ranked, RecordedRanker, boundary, learned_policies
+from .recorded_costs import HINT
 from .runner import style_of
 from .style import Style, styles
 from .trace import Trace, TraceSet

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import matplotlib
@@ -10,9 +11,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from kvbench.canvas import FONT, GRID, RC, WIDTH, heading, save, short_numbers
-from kvbench.cost_figures import draw_budget_cost, ranked_costs
+from kvbench.cost_figures import draw_budget_cost
 from kvbench.errors import BadInput
 from kvbench.figures import REFERENCE, FigureKind, Request, inputs
+from kvbench.recorded_costs import rank_folders
 from kvbench.style import GREY
 
 from .study import PINS, VARIANTS
@@ -112,9 +114,9 @@ def objectives_by_budget(asked: Request) -> list[Path]:
     there = [file for file in files if file.is_file()]
     if not there:
         raise BadInput(f"{study} has no weights of {', '.join(OBJECTIVES)}: {HINT}")
-    within = Request(
-        tuple(traces), pins=asked.pins or PINS, limit=asked.limit, head=asked.head, out=asked.out
-    )
-    specs = [*(f"kvp:weights={file}" for file in there), "oracle"]
-    found, looks = ranked_costs(within, "objectives-by-budget", specs)
-    return draw_budget_cost(found, looks, within, "objectives-by-budget")
+    within = replace(asked, paths=tuple(traces), pins=asked.pins or PINS)
+    named = {f"kvp:weights={file}": _name(file.stem) for file in there}
+    found, looks = rank_folders(within, "objectives-by-budget", [*named, "oracle"])
+    found = [replace(costs, names=costs.names | named) for costs in found]
+    rows = ["budget_cost", "over_oracle"]
+    return draw_budget_cost(found, looks, within, "objectives-by-budget", rows)

@@ -12,9 +12,9 @@ from scipy import stats
 from torch import Tensor
 
 from kvbench import heads
-from kvbench.cost_figures import _averaged, budget_edges
 from kvbench.errors import BadInput
 from kvbench.eviction import eviction_cost
+from kvbench.recorded_costs import averaged, budget_edges
 
 LAYERS, HEADS, SLOTS = 3, 2, 17
 
@@ -85,6 +85,15 @@ def test_budget_costs_are_the_papers_sum(order: Tensor, utility: Tensor) -> None
     assert nothing.sum(-1).flatten().tolist() == pytest.approx([1.0] * LAYERS * HEADS)
 
 
+def test_missed_masses_by_loops(order: Tensor, utility: Tensor) -> None:
+    missed = heads.missed_masses(order, utility)
+    u, mine = utility[1, 1].tolist(), order[1, 1].tolist()
+    for b in range(SLOTS):
+        expected = sum(u[slot] for slot in mine[b + 1 :]) / sum(u)
+        assert missed[1, 1, b].item() == pytest.approx(expected, abs=1e-6)
+    assert heads.missed_masses(order, torch.zeros_like(utility)).sum() == 0
+
+
 def test_effective_tokens(utility: Tensor) -> None:
     even, one = torch.ones(1, 1, SLOTS), torch.eye(SLOTS)[None, :1]
     assert heads.effective_tokens(even).item() == pytest.approx(SLOTS)
@@ -114,7 +123,7 @@ def test_points_cover_every_budget_once(longest: int) -> None:
 
 def test_points_are_means_of_their_budgets() -> None:
     costs = np.random.default_rng(0).random((2, 3, 50))
-    points = _averaged(costs)
+    points = averaged(costs)
     edges = budget_edges(50)
     assert points.shape == (2, 3, len(edges) - 1)
     for point, (low, high) in enumerate(itertools.pairwise(edges)):

@@ -96,9 +96,9 @@ def test_budget_cost_adds_up_to_the_eviction_cost(traces: TraceSet, tmp_path: Pa
 
 
 def test_budget_cost_of_one_head_by_loops(traces: TraceSet) -> None:
-    lines = draw("budget-cost", traces, head="L1.H0", policies=("knorm",), limit=2)
-    ranker = RecordedRanker.open(traces, ["knorm"])
-    first, missed = [], []
+    lines = draw("budget-cost", traces, head="L1.H0", policies=("knorm", "oracle"), limit=2)
+    ranker = RecordedRanker.open(traces, ["knorm", "oracle"])
+    first, missed, least = [], [], []
     for trace in list(traces)[:2]:
         (one,) = ranker.rank(trace, boundary(trace))
         u = one.utility[1, 0].tolist()
@@ -106,9 +106,13 @@ def test_budget_cost_of_one_head_by_loops(traces: TraceSet) -> None:
         order = one.orders["knorm"][1, 0].tolist()
         first.append([(b + 1) * u[order[b]] / best for b in range(3)])
         missed.append([sum(u[slot] for slot in order[b + 1 :]) / sum(u) for b in range(3)])
+        least.append([sum(sorted(u)[: -(b + 1)]) / sum(u) for b in range(3)])
     known = {"budget_cost": first, "missed_mass": missed}
     for (quantity, expected), b in itertools.product(known.items(), range(3)):
-        line = lines[(lines["budget"] == b + 1) & (lines["quantity"] == quantity)].iloc[0]
+        found = lines[(lines["budget"] == b + 1) & (lines["policy"] == "knorm")].set_index("quantity")
+        line = found.loc[quantity]
+        over = (missed[0][b] + missed[1][b]) / (least[0][b] + least[1][b])
+        assert found.loc["over_oracle", "mean"] == pytest.approx(over, rel=1e-5)
         assert line["mean"] == pytest.approx((expected[0][b] + expected[1][b]) / 2, rel=1e-5)
         assert line["n"] == 2
 
@@ -219,7 +223,7 @@ def test_objectives_of_a_study(studied: Path, traces: TraceSet, tmp_path: Path) 
     asked = Request((str(studied), str(traces.folder)), pins="none", out=tmp_path)
     files = figure_kind("objectives-by-budget").draw(asked)
     lines = pd.read_csv(files[2])
-    assert set(lines["policy"]) == {"kvp:weights=base", "kvp:weights=regression", "oracle"}
+    assert set(lines["policy"]) == {"softcost", "regression", "oracle"}
     assert {study.VARIANTS[name].get("objective", "softcost") for name in OBJECTIVES} == {
         "softcost", "rl", "regression", "ranknet", "listnet", "softsort", "weighted_softsort",
     }  # fmt: skip
