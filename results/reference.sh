@@ -10,10 +10,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 out=${1:-results/again}
 shift || true
-names=${*:-needle-1024 needle-4096-chunked boolq boolq-controlled oasst oasst-controlled ruler-1024-paper ruler-1024-controlled}
+names=${*:-needle-1024 needle-1024-paper needle-1024-seen needle-4096-chunked boolq boolq-controlled oasst oasst-controlled ruler-1024-paper}
 data=${DATA:-data}
 dialogues="--task ppl/oasst --budgets 32,64,128,256 --limit 45 --data $data/oasst1_validation_en.jsonl"
 questions="--task boolq --budgets 20,50,100,200 --limit 300"
+needle="--task needle --budgets 64,128,256,512,1024 --limit 24"
 long="--policy all --task needle:length=4096 --budgets 128,512 --limit 6 --protocol controlled"
 ruler=ruler/qa_1:file=$data/squad_v2_dev_half_raw.json,ruler/qa_2:file=$data/hotpot_dev_distractor_raw.json
 for name in fwe cwe vt niah_multi{query,value,key_3,key_2,key_1} niah_single_{3,2,1}; do ruler=ruler/$name,$ruler; done
@@ -24,7 +25,9 @@ run() {
 
 for name in $names; do
     case $name in
-    needle-1024) run --policy all,kvp:weights=dialogue --task needle --budgets 64,128,256,512,1024 --limit 24 --pins 4,16 ;;
+    needle-1024) run --policy all,kvp:weights=dialogue $needle --pins 4,16 ;;
+    needle-1024-paper) run --policy all,kvp:weights=dialogue $needle ;;
+    needle-1024-seen) run --policy all,kvp:weights=dialogue $needle --pins 4,16 --question seen ;;
     needle-4096-chunked)
         run $long --schedule prefill
         run $long --schedule chunked --chunk 256
@@ -34,8 +37,7 @@ for name in $names; do
     oasst) run --policy all,kvp:weights=dialogue $dialogues ;;
     oasst-controlled) run --policy all,kvp:weights=dialogue $dialogues --protocol controlled ;;
     ruler-1024-paper) run --policy all,kvp:weights=dialogue --task "$ruler" --budgets 32,64,128,256,512 --limit 10 ;;
-    ruler-1024-controlled) run --policy all,kvp:weights=dialogue --task "$ruler" --budgets 32,64,128,256,512 --limit 10 --protocol controlled ;;
-    *) echo "no run '$name': choose from needle-1024 needle-4096-chunked {boolq,oasst}{,-controlled} ruler-1024-{paper,controlled}" >&2; exit 2 ;;
+    *) echo "no run '$name': choose from needle-1024{,-paper,-seen} needle-4096-chunked {boolq,oasst}{,-controlled} ruler-1024-paper" >&2; exit 2 ;;
     esac
     kvbench plot "$out/$name"
     committed=results/reference/$name
