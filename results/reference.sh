@@ -13,7 +13,7 @@ shift || true
 names=${*:-needle-1024 needle-1024-paper needle-1024-seen needle-4096-chunked boolq boolq-controlled oasst oasst-controlled ruler-1024-paper}
 data=${DATA:-data}
 dialogues="--task ppl/oasst --budgets 32,64,128,256 --limit 45 --data $data/oasst1_validation_en.jsonl"
-questions="--task boolq --budgets 20,50,100,200 --limit 300"
+questions="--task boolq --budgets 20,50,100,200"
 needle="--task needle --budgets 64,128,256,512,1024 --limit 24"
 long="--policy all --task needle:length=4096 --budgets 128,512 --limit 6 --protocol controlled"
 ruler=ruler/qa_1:file=$data/squad_v2_dev_half_raw.json,ruler/qa_2:file=$data/hotpot_dev_distractor_raw.json
@@ -32,8 +32,8 @@ for name in $names; do
         run $long --schedule prefill
         run $long --schedule chunked --chunk 256
         ;;
-    boolq) run --policy all,kvp:weights=dialogue $questions ;;
-    boolq-controlled) run --policy all,kvp:weights=dialogue $questions --protocol controlled ;;
+    boolq) run --policy all,kvp:weights=dialogue $questions --limit 300 ;;
+    boolq-controlled) run --policy all,kvp:weights=dialogue $questions --limit 100 --protocol controlled ;;
     oasst) run --policy all,kvp:weights=dialogue $dialogues ;;
     oasst-controlled) run --policy all,kvp:weights=dialogue $dialogues --protocol controlled ;;
     ruler-1024-paper) run --policy all,kvp:weights=dialogue --task "$ruler" --budgets 32,64,128,256,512 --limit 10 ;;
