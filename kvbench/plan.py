@@ -151,6 +151,7 @@ class Work:
             )
             total = len(prompt.context) + prompt.room(sample.max_new_tokens)
             reason = f"prompt and answer take {total} tokens, the model reads {opened.geometry.max_length}"
+            reason += f"; {plan.task.too_long}" if plan.task.too_long else ""
             items.append((sample, prompt if total <= opened.geometry.max_length else reason))
         ids = [sample.id for sample, _ in items]
         if len(set(ids)) < len(ids):

@@ -130,7 +130,8 @@ class Task(ABC):
     pins: default pins, "native" or FIRST,LAST.
     takes_data: whether --data means something to the task.
     template: "auto" (the chat template where there is one) or "none" for running text, which is no
-    user's turn. data: one phrase, where the examples come from.
+    user's turn. data: one phrase, where the examples come from. too_long: what a user can do about a
+    sample that the model cannot read.
     """
 
     name: ClassVar[str] = ""
@@ -143,6 +144,7 @@ class Task(ABC):
     template: ClassVar[Literal["auto", "none"]] = "auto"
     takes_data: ClassVar[bool] = False
     data: ClassVar[str] = ""
+    too_long: ClassVar[str] = ""
 
     @abstractmethod
     def samples(self, setting: Setting) -> Samples:

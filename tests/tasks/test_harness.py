@@ -261,6 +261,23 @@ def test_the_middle_of_a_long_document_is_cut_and_counted(tmp_path: Path) -> Non
         first("gov_report:max_tokens=600", tmp_path, long)
 
 
+def test_what_is_too_long_is_skipped_and_the_row_says_what_to_do(tmp_path: Path) -> None:
+    pytest.importorskip("rouge", reason="lm-eval[longbench] is not installed")
+    model = tiny_model("llama", "sdpa")
+    model.save_pretrained(tmp_path / "model")
+    tiny_tokenizer(chat=True).save_pretrained(tmp_path / "model")
+    reads = model.config.max_position_embeddings
+    (tmp_path / "rows.jsonl").write_text(json.dumps({**REPORT, "context": "one two " * reads}))
+    config = kvbench.RunConfig(
+        ("knorm",), ("gov_report",), (8,), str(tmp_path / "model"), data=str(tmp_path / "rows.jsonl"),
+        out=str(tmp_path / "run"),
+    )  # fmt: skip
+    rows = kvbench.run(config, progress=False).rows
+    assert set(rows["status"]) == {"skipped"}
+    (reason,) = set(rows["reason"])
+    assert f"the model reads {reads}; the task's max_tokens=N cuts the middle" in reason
+
+
 def test_the_summary_is_asked_for_after_the_report(tmp_path: Path) -> None:
     pytest.importorskip("rouge", reason="lm-eval[longbench] is not installed")
     sample = first("gov_report", tmp_path, REPORT)
