@@ -89,7 +89,8 @@ def prepared(rows: pd.DataFrame) -> pd.DataFrame:
     seed and sample (of two data files), fall back to their configuration, which has one seed.
     """
     family = rows["family"].where(rows["family"].notna(), rows["config"])
-    twice = rows.assign(family=family).duplicated(["family", "seed", "sample"], keep=False)
+    once = ["family", "pins_mode", "seed", "sample"]
+    twice = rows.assign(family=family).duplicated(once, keep=False)
     family = family.where(~family.isin(set(family[twice])), rows["config"])
     renamed = rows.assign(policy=rows["spec"], task=rows["task_spec"], run=rows.get("run", ""), family=family)
     return renamed.sort_values("sample", kind="stable")

@@ -19,8 +19,8 @@ FAILED = 1  # exit code
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Register plot, table, compare, verify and rerun."""
-    for command in (plot, table, compare, verify, rerun):
+    """Register plot, table, compare, report, verify and rerun."""
+    for command in (plot, table, compare, report, verify, rerun):
         app.command()(command)
 
 
@@ -93,8 +93,20 @@ def compare(
     typer.echo(render_comparison(frame, format).rstrip("\n"))
 
 
+def report(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    out: Annotated[
+        str | None, typer.Option(help="The file; default: report.html in the first run folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page about stored rows: best policies, curves, every pair, pins, where it comes from."""
+    from .report import report as write
+
+    typer.echo(write(paths, out))
+
+
 def verify(
-    paths: Annotated[list[str], typer.Argument(help="Run folders; figures may show several.")],
+    paths: Annotated[list[str], typer.Argument(help="Run folders; figures and pages may show several.")],
     table: Annotated[
         list[str] | None,
         typer.Option(help="A csv or json file of `kvbench table` to check against the rows."),
@@ -103,7 +115,7 @@ def verify(
         bool, typer.Option("--sources", help="Look up model and data again and compare their hashes.")
     ] = False,
 ) -> None:
-    """Check that rows, manifest, figures and tables of run folders belong together."""
+    """Check that rows, manifest, figures, pages and tables of run folders belong together."""
     from .verify import verify as verify_runs
 
     broken = told(verify_runs(paths, table or [], sources))

@@ -7,10 +7,13 @@ asking one question three times is not three questions.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from .aggregate import LABELS, aggregate, available, check_names, column_of, prepared
 from .bootstrap import Floats, Measured, intervals, measured
@@ -34,9 +37,10 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
     """Every policy against the baseline, per task, setting, metric and budget.
 
     rows: as `read_rows` gives them. baseline: a spec; "full" is compared at every budget. metrics: None
-    takes each task's main one, and kl where the baseline has it. tasks: the manifest's section, for the
-    main metrics. Returns `paired` of each metric with beats_full (a better mean than the full cache's by
-    more than the interval of the difference), majority, majority_label and below_majority (of the mean).
+    takes each task's main one (see `per_sample`), and kl where the baseline has it. tasks: the manifest's
+    section, for the main metrics. Returns `paired` of each metric with beats_full (a better mean than the
+    full cache's by more than the interval of the difference), majority, majority_label and below_majority
+    (of the mean).
     Raises: as `paired`; BadInput when there is nothing to compare.
     """
     parts = []
@@ -45,7 +49,7 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
             continue
         there = _of_baseline(own, baseline)
         lines = pd.DataFrame({"metric": available(own)})
-        asked = metrics or [main_metric(lines, str(task), tasks), "kl"]
+        asked = metrics or [per_sample(main_metric(lines, str(task), tasks)), "kl"]
         parts += [paired(own, baseline, name) for name in dict.fromkeys(asked) if name in there]
     if metrics is not None:
         check_names(metrics, [name for name in available(rows) if name not in (*LABELS, "ppl")])
@@ -57,6 +61,11 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
             f"nothing to compare with {baseline}: no other policy has the same budgets, samples and metrics"
         )
     return with_flags(frame, rows)[[*COLUMNS, *SETTING[1:]]]
+
+
+def per_sample(metric: str) -> str:
+    """What samples are compared by: perplexity is a number of a cell, and nll what a sample adds to it."""
+    return "nll" if describe(metric).combine == "ppl" else metric
 
 
 def paired(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFrame:
@@ -98,6 +107,40 @@ def is_binary(values: pd.Series) -> bool:
     return bool(np.isin(values.to_numpy(dtype=float), (0.0, 1.0)).all())
 
 
+def every_pair(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+    """Every two curves of one panel on the samples both have, at each budget; the full cache at all of them.
+
+    rows: of one panel (see `panels`), as `prepared` gives them, each with the label of its line as
+    `curve`; none twice per curve, budget, seed and sample. Lines are those of `paired`, with labels as
+    policy and baseline; each pair is there once, the full cache as a baseline only. p_holm corrects for
+    all pairs at a budget.
+    """
+    column = column_of(rows, metric)
+    usable = rows[(rows["status"] == "ok") & rows[column].notna()]
+    binary = is_binary(usable[column])
+    full = usable[usable["policy"] == FULL]
+    lines: list[dict[str, Any]] = []
+    items: list[Measured] = []
+    for budget, cells in usable.groupby("budget", sort=True):
+        labels = dict.fromkeys([*cells.sort_index()["curve"], *full["curve"]])
+        wide = pd.concat([cells, full]).pivot(index=["sample", "seed"], columns="curve", values=column)
+        samples, seeds = (wide.index.get_level_values(level).to_numpy(dtype=object) for level in (0, 1))
+        curves = {label: wide[label].to_numpy(dtype=float) for label in labels}
+        for one, other in combinations(labels, 2):
+            here = ~np.isnan(curves[one] + curves[other])
+            if here.any():
+                both = Both(samples[here], seeds[here], curves[one][here], curves[other][here])
+                line, item = line_of(both, metric, binary)
+                lines.append({"budget": budget, "policy": one, "baseline": other, **line})
+                items.append(item)
+    for line, (low, high) in zip(lines, intervals(items), strict=True):
+        line.update(lo=low, hi=high)
+    frame = pd.DataFrame(lines, columns=[name for name in COLUMNS if name not in ("task", *FLAGS)])
+    for _, part in frame.groupby("budget"):
+        frame.loc[part.index, "p_holm"] = holm(part["p"].tolist())
+    return frame
+
+
 def _check_baseline(rows: pd.DataFrame, baseline: str) -> None:
     specs = list(dict.fromkeys(rows["spec"]))
     if baseline not in specs:
@@ -109,8 +152,20 @@ def _of_baseline(rows: pd.DataFrame, baseline: str) -> list[str]:
     return available(rows[rows["spec"] == baseline])
 
 
-def on_same_samples(mine: pd.DataFrame, theirs: pd.DataFrame, column: str) -> pd.DataFrame:
-    """sample, mine, theirs: one line per (seed, sample) that both have, by ascending sample."""
+@dataclass(frozen=True)
+class Both:
+    """Values of two policies on the (sample, seed) pairs that both have, by ascending sample, each (n,)."""
+
+    samples: NDArray[np.object_]
+    seeds: NDArray[np.object_]
+    mine: Floats
+    theirs: Floats
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+def on_same_samples(mine: pd.DataFrame, theirs: pd.DataFrame, column: str) -> Both:
     keys = ["seed", "sample"]
     for side in (mine, theirs):
         if side.duplicated(keys).any() and side["policy"].iloc[0] != FULL:
@@ -119,24 +174,25 @@ def on_same_samples(mine: pd.DataFrame, theirs: pd.DataFrame, column: str) -> pd
                 "compare the run folders one by one"
             )
     other = theirs.drop_duplicates(keys)[[*keys, column]].rename(columns={column: "theirs"})
-    return mine[[*keys, column]].rename(columns={column: "mine"}).merge(other, on=keys)
+    both = mine[[*keys, column]].rename(columns={column: "mine"}).merge(other, on=keys)
+    samples, seeds = (both[name].to_numpy(dtype=object) for name in ("sample", "seed"))
+    return Both(samples, seeds, *(both[name].to_numpy(dtype=float) for name in ("mine", "theirs")))
 
 
-def line_of(both: pd.DataFrame, metric: str, binary: bool) -> tuple[dict[str, Any], Measured]:
+def line_of(both: Both, metric: str, binary: bool) -> tuple[dict[str, Any], Measured]:
     """The numbers of one comparison, and its difference for the bootstrap. binary: values are 0 or 1."""
-    mine, theirs = (both[name].to_numpy(dtype=float) for name in ("mine", "theirs"))
-    item = measured(both["sample"].to_numpy(dtype=object), mine - theirs)
+    item = measured(both.samples, both.mine - both.theirs)
     differences: Floats = item.values if item.weights is None else item.values / item.weights
     better = -differences if describe(metric).better == "lower" else differences
     win, loss = int((better > 0).sum()), int((better < 0).sum())
     binary = binary and item.weights is None  # means over seeds are no yes/no answers
     test = paired_test(differences, binary)
-    line = {"metric": metric, "unit": describe(metric).unit, "mean": mine.mean()}
-    line |= {"baseline_mean": theirs.mean(), "difference": item.estimate, "n": len(differences)}
+    line = {"metric": metric, "unit": describe(metric).unit, "mean": both.mine.mean()}
+    line |= {"baseline_mean": both.theirs.mean(), "difference": item.estimate, "n": len(differences)}
     line |= {"win": win, "tie": len(differences) - win - loss, "loss": loss, "test": test.name, "p": test.p}
     return line | {
         "detectable": detectable(differences, binary),
-        "seeds": seeds_text(both["seed"].dropna()),
+        "seeds": seeds_text(seed for seed in both.seeds if not pd.isna(seed)),
     }, item
 
 

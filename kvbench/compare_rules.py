@@ -12,7 +12,7 @@ import pandas as pd
 
 from .aggregate import available, check_names, column_of, prepared
 from .bootstrap import Measured, intervals
-from .compare import COLUMNS, finished, is_binary, line_of, on_same_samples, with_flags
+from .compare import COLUMNS, finished, is_binary, line_of, on_same_samples, per_sample, with_flags
 from .config import FULL
 from .errors import BadInput
 from .panels import RULES, SETTING, main_metric
@@ -38,7 +38,7 @@ def compare_rules(
     parts = []
     for task, own in rows.groupby("task_spec", sort=False):
         lines = pd.DataFrame({"metric": available(own)})
-        asked = metrics or [main_metric(lines, str(task), tasks), "kl"]
+        asked = metrics or [per_sample(main_metric(lines, str(task), tasks)), "kl"]
         there = available(own)
         parts += [_paired(own, field, name) for name in dict.fromkeys(asked) if name in there]
     found = [part for part in parts if len(part)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import pandas as pd
 
@@ -54,7 +55,7 @@ def _pinned(lines: pd.DataFrame) -> list[str]:
     cells = lines[only_pins(lines)]
     texts = []
     for (label, pins), part in cells.groupby(["label", "pins"], sort=False):
-        texts.append(f"{label} at {_budgets(part)} (pins {str(pins).replace(',', '+')})")
+        texts.append(f"{label} at {_budgets(part['budget'])} (pins {str(pins).replace(',', '+')})")
     if not texts:
         return []
     return [f"Only pinned tokens stay and the policy's score decides nothing: {'; '.join(texts)}."]
@@ -62,9 +63,14 @@ def _pinned(lines: pd.DataFrame) -> list[str]:
 
 def _missing(lines: pd.DataFrame) -> list[str]:
     cells = lines[lines["reasons"].fillna("") != ""].drop_duplicates(["label", "budget"])
+    budgets: dict[tuple[str, str], list[Any]] = {}
+    for label, reasons, budget in cells[["label", "reasons", "budget"]].to_numpy(dtype=object):
+        budgets.setdefault((label, reasons), []).append(
+            budget
+        )  # any text may be a reason: pandas groups not all
     texts = []
-    for (label, reasons), part in cells.groupby(["label", "reasons"], sort=False):
-        where = "" if label == FULL else f" at {_budgets(part)}"
+    for (label, reasons), found in budgets.items():
+        where = "" if label == FULL else f" at {_budgets(found)}"
         texts.append(f"{label}{where}: {reasons}")
     return [f"Samples without a result, by cause (count): {' | '.join(texts)}."] if texts else []
 
@@ -79,5 +85,5 @@ def _layers(lines: pd.DataFrame) -> list[str]:
     ]
 
 
-def _budgets(part: pd.DataFrame) -> str:
-    return joined(sorted({int(budget) for budget in part["budget"].dropna()})) or "no budget"
+def _budgets(budgets: Iterable[Any]) -> str:
+    return joined(sorted({int(budget) for budget in budgets if not pd.isna(budget)})) or "no budget"

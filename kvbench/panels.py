@@ -62,11 +62,17 @@ def _same(column: pd.Series, value: Any) -> pd.Series:
 def _labelled(lines: pd.DataFrame) -> pd.DataFrame:
     full = (lines["policy"] == FULL) & lines.duplicated(["metric", "policy", "mean", "lo", "hi", "n"])
     lines = lines[~full]  # the same full cache under two schedules
-    twice = lines.duplicated(["metric", "policy", "budget"], keep=False)
-    several = set(lines.loc[twice, "policy"])
+    lines = _apart(lines.assign(label=lines["policy"]), "run")
+    return _apart(lines, "family")
+
+
+def _apart(lines: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Labels that name two curves also say this column."""
+    twice = lines.duplicated(["metric", "label", "budget"], keep=False)
+    several = set(lines.loc[twice, "label"])
     labels = [
-        f"{policy} ({run or config[:6]})" if policy in several else policy
-        for policy, run, config in lines[["policy", "run", "config"]].to_numpy()
+        f"{label} ({value[:6] if name == 'family' else value})" if label in several and value else label
+        for label, value in lines[["label", name]].to_numpy()
     ]
     return lines.assign(label=labels)
 

@@ -240,19 +240,21 @@ def check_writable(folder: Path) -> None:
 
 
 def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """All rows of one or more run folders (or .jsonl files), one per key, the last one winning.
+    """All rows of one or more run folders (or .jsonl files), one per key and rule of pins; the last one wins.
 
+    A policy's own pins may be what another rule pins, too: such rows have one key and belong to both rules.
     Columns: the row's fields, `metric:NAME` and `time:NAME` (float, NaN where absent). Parameters are
     JSON text, pins "first,last"; budget and chunk are Int64 with NA; run is the folder as it was named.
     Strings stay strings. Metrics that the runs declared are known afterwards (see metrics.py).
     Raises: StoreError when a folder has no rows, or rows of a newer kvbench.
     """
     several = [paths] if isinstance(paths, str | Path) else list(paths)
-    rows: dict[str, dict[str, Any]] = {}
+    rows: dict[tuple[str, Any], dict[str, Any]] = {}
     for path in map(Path, several):
         file = path if path.suffix == ".jsonl" else path / ROWS
         data = stored_bytes(file.parent, file.name)
-        found = {row["key"]: {**row, "run": str(path)} for row in parse(file, data[: data.rfind(b"\n") + 1])}
+        lines = parse(file, data[: data.rfind(b"\n") + 1])
+        found = {(row["key"], row.get("pins_mode")): {**row, "run": str(path)} for row in lines}
         if not found:
             raise StoreError(
                 f"no rows in {path}: make some with `kvbench run --policy all --task boolq "

@@ -14,8 +14,10 @@ from .aggregate import aggregate, available
 from .errors import BadInput
 from .finding import Finding
 from .manifest import shown_data
+from .report.numbers import read as read_numbers
 from .results import read_rows
 
+LINE = ("config", "pins_mode", "metric")  # what names a line
 NUMBERS = ("mean", "lo", "hi", "n")
 CLOSE = 1e-9  # relative: a number written as text and read again is the same
 
@@ -37,6 +39,19 @@ def figures(folder: Path, paths: Sequence[str | Path], every: bool) -> Iterator[
         yield Finding(law, False, f"{', '.join(bare)}: draw it again with kvbench plot")
 
 
+def pages(folder: Path, paths: Sequence[str | Path]) -> Iterator[Finding]:
+    """One finding per page of `kvbench report` in the folder. paths: all run folders that it may show."""
+    for file in sorted(folder.glob("*.html")):
+        try:
+            lines, whole = read_numbers(file.read_text(encoding="utf-8"))
+            fault = (
+                _stale(lines, paths) if whole else "its numbers are not those it was made with: make it again"
+            )
+        except (BadInput, KeyError) as error:
+            fault = f"{error}"
+        yield Finding(f"{file} says what the rows say", not fault, fault)
+
+
 def table_file(file: Path, paths: Sequence[str | Path]) -> Finding:
     """Whether a csv or json file of `kvbench table` says what the rows say. Raises: BadInput."""
     fault = _stale(_lines(file), paths)
@@ -51,7 +66,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
         else:
             frame = pd.read_csv(file, keep_default_na=False, float_precision="round_trip", dtype=str)
             lines = frame.to_dict("records")
-        return [{name: line[name] for name in ("config", "metric", *NUMBERS)} for line in lines]
+        return [{name: line[name] for name in (*LINE, *NUMBERS)} for line in lines]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BadInput(
             f"{file} is not a table of kvbench ({error!r}): give a csv or json file that "
@@ -65,9 +80,9 @@ def _stale(lines: list[dict[str, Any]], paths: Sequence[str | Path]) -> str:
     known = available(rows)
     names = list(dict.fromkeys(line["metric"] for line in lines if line["metric"] in known))
     frame = aggregate(rows, names)
-    now = {(line["config"], line["metric"]): line for line in frame.to_dict("records")}
+    now = {tuple(line[name] for name in LINE): line for line in frame.to_dict("records")}
     for line in lines:
-        current = now.get((line["config"], line["metric"]))
+        current = now.get(tuple(line[name] for name in LINE))
         if current is None:
             return f"{line['metric']} of config {line['config']} is not in the rows: draw or print it again"
         for name in NUMBERS:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import NormalDist
 
 import numpy as np
@@ -59,8 +60,7 @@ def sign_flip(differences: Floats) -> float:
         return 1.0
     observed = abs(math.fsum(differences)) * (1 - 1e-9)  # sums in another order may differ in the last bits
     if n <= EXACT:
-        signs = np.array(list(itertools.product((-1.0, 1.0), repeat=n)))
-        return float((np.abs(signs @ moved) >= observed).mean())
+        return float((np.abs(_every_sign(n) @ moved) >= observed).mean())
     rng, extreme, left = np.random.default_rng(0), 0, FLIPS
     while left:
         size = min(left, max(1, BLOCK // n))
@@ -68,6 +68,12 @@ def sign_flip(differences: Floats) -> float:
         extreme += int((np.abs(signs @ moved) >= observed).sum())
         left -= size
     return (extreme + 1) / (FLIPS + 1)
+
+
+@cache
+def _every_sign(n: int) -> Floats:
+    """All signs that n differences can have, (2**n, n)."""
+    return np.array(list(itertools.product((-1.0, 1.0), repeat=n)))
 
 
 def holm(p: Sequence[float]) -> list[float]:

@@ -104,7 +104,7 @@ def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
         samples = f"n = {counts[0] if counts else 0}"
     task = lines["task"].iloc[0]
     title = f"{task}: {describe(metric).label}, {samples}"
-    return grid(title, *_pivot(lines, metric, counts[-1] if counts else 0), fmt)
+    return grid(title, *pivot(lines, metric), fmt)
 
 
 def grid(title: str, header: Sequence[str], body: Sequence[Sequence[str]], fmt: str) -> str:
@@ -137,8 +137,9 @@ def _console(width: int) -> Console:
     )
 
 
-def _pivot(lines: pd.DataFrame, metric: str, most: int) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: policies as they come (full first), budgets ascending."""
+def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of one metric: policies as they come (full first), budgets ascending."""
+    most = max(lines["n"], default=0)
     budgets = sorted({int(budget) for budget in lines["budget"].dropna()})
     full = (lines["policy"] == FULL).any()
     header = ["policy", *(["full cache"] if full else []), *map(str, budgets)]

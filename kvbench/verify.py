@@ -18,7 +18,7 @@ from .finding import Finding
 from .manifest import read_manifest
 from .metrics import METRICS
 from .results import stored_rows
-from .shown import figures, table_file
+from .shown import figures, pages, table_file
 
 SLACK = 1e-5  # what rounding in float32 may put outside of a metric's limits
 
@@ -57,7 +57,7 @@ class Run:
 def verify(
     paths: Sequence[str | Path], tables: Sequence[str | Path] = (), sources: bool = False
 ) -> Iterator[Finding]:
-    """Check run folders, their figures and the given tables; one finding per check.
+    """Check run folders, their figures, pages and the given tables; one finding per check.
 
     tables: csv or json files that `kvbench table` wrote from these folders. sources: also look the model
     and the data up and compare their hashes with the manifest's.
@@ -74,6 +74,7 @@ def verify(
             yield from check_sources(run.manifest, {row["key"] for row in run.rows}, where)
     for run in runs:
         yield from figures(run.path, paths, every=bool(run.own))
+        yield from pages(run.path, paths)
     for table in tables:
         yield table_file(Path(table), paths)
 

@@ -11,11 +11,12 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from kvbench.aggregate import aggregate
-from kvbench.compare import compare, paired
+from kvbench.aggregate import aggregate, prepared
+from kvbench.compare import compare, every_pair, paired
 from kvbench.compare_rules import compare_rules
 from kvbench.comparison_table import render_comparison
 from kvbench.errors import BadInput, UnknownName
+from kvbench.results import read_rows
 from kvbench.significance import detectable, holm, mcnemar, sign_flip
 from tests.store.synthetic import make_run, row
 from tests.store.test_aggregate import frame_of
@@ -308,3 +309,32 @@ def test_chunks_of_two_sizes_are_compared_with_one_shot_each(tmp_path: Path) -> 
         rows += [row("knorm", 64, f"s{index}", **changes) for index in range(3)]
     frame = compare_rules(frame_of(tmp_path, rows), "schedule", ["accuracy"])
     assert frame[["chunk", "difference", "loss"]].to_numpy().tolist() == [[128, -1.0, 3], [256, 0.0, 0]]
+
+
+def test_every_pair_says_what_paired_says(tmp_path: Path) -> None:
+    rows = read_rows(make_run(tmp_path / "run", samples=14))
+    own = prepared(rows)
+    own = own[own["task"] == "boolq"].assign(curve=lambda frame: frame["policy"])
+    specs = list(dict.fromkeys(own.sort_index()["policy"]))
+    for metric in ("accuracy", "kl"):
+        frame = every_pair(own, metric)
+        assert len(frame) == 5 * len(specs) * (len(specs) - 1) / 2
+        for baseline in ("tova", "full"):
+            mine = frame[frame["baseline"] == baseline].set_index(["policy", "budget"])
+            there = paired(rows[rows["task"] == "boolq"], baseline, metric).set_index(["policy", "budget"])
+            assert len(mine) >= 5
+            for name in ("mean", "difference", "lo", "hi", "n", "win", "tie", "loss", "p", "detectable"):
+                assert mine[name].tolist() == there.loc[mine.index, name].tolist(), name
+        for _, part in frame.groupby("budget"):
+            assert part["p_holm"].tolist() == holm(part["p"].tolist())
+
+
+def test_perplexity_is_compared_by_what_samples_add_to_it(tmp_path: Path) -> None:
+    rows = []
+    for spec, base in (("full", 1.0), ("knorm", 2.0), ("tova", 1.5)):
+        for index in range(4):
+            values = {"nll": base + index, "nll_tokens": 3 + index}
+            rows.append(row(spec, None if spec == "full" else 64, f"s{index}", metrics=values))
+    frame = compare(frame_of(tmp_path, rows), "tova", tasks={"boolq": {"metric": "ppl"}})
+    assert set(frame["metric"]) == {"nll"}
+    assert frame["difference"].tolist() == [0.5]

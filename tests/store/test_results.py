@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.aggregate import aggregate
 from kvbench.errors import StoreError
 from kvbench.manifest import MANIFEST
 from kvbench.results import ROWS, TORN, Store, read_manifest, read_rows, stored_rows
@@ -310,3 +311,19 @@ def test_packed_rows_need_their_manifest_and_plain_rows_come_first(tmp_path: Pat
 def pack(folder: Path) -> None:
     (folder / PACKED).write_bytes(gzip.compress((folder / ROWS).read_bytes(), mtime=0))
     (folder / ROWS).unlink()
+
+
+def test_rows_of_one_key_belong_to_both_rules_of_pins(tmp_path: Path) -> None:
+    """KVP's own pins are 4,16: under both rules it is the same measurement, and both tables have it."""
+    folders = []
+    for rule in ("native", "4,16"):
+        rows = [row("kvp", 32, f"s{index}", pins=[4, 16], pins_mode=rule) for index in range(3)]
+        folders.append(tmp_path / rule)
+        with Store.open(folders[-1], {}, {}) as store:
+            store.append(rows)
+    frame = read_rows(folders)
+    assert frame["key"].nunique() == 3
+    assert frame["pins_mode"].tolist() == ["native"] * 3 + ["4,16"] * 3
+    lines = aggregate(frame, ["accuracy"])
+    assert lines["pins_mode"].tolist() == ["4,16", "native"]
+    assert lines["n"].tolist() == [3, 3]

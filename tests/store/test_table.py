@@ -105,3 +105,12 @@ def test_a_narrow_terminal_cuts_no_number(frame: pd.DataFrame, monkeypatch: pyte
     cells = [word for word in wide if word.startswith("[0.") or word.startswith("[1.")]
     assert cells
     assert sorted(cells) == sorted(word for word in narrow.split() if word.startswith(("[0.", "[1.")))
+
+
+def test_any_text_may_be_a_reason(tmp_path: Path) -> None:
+    """Half a surrogate pair, too, which pandas groups by no more."""
+    bad = [row("tova", budget, status="failed", reason="bad \ud800", metrics={}) for budget in (32, 64)]
+    with Store.open(tmp_path / "run", {}, {}) as store:
+        store.append([row("knorm", 32), *bad])
+    text = render(aggregate(read_rows(tmp_path / "run")))
+    assert "tova at 32, 64: failed: bad \ud800 (1)" in text
