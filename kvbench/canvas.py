@@ -54,7 +54,7 @@ def save(
     """Write a figure as PNG and SVG, equal bytes for equal figures.
 
     lines: what it shows; they go into a CSV file beside it, whose hash the figure carries, so that
-    `kvbench verify` can tell whether the rows still say what the figure shows. compact: fewer dots and 256
+    `kvbench verify` can tell whether the rows still say what the figure shows. compact: fewer dots and
     colours, for figures of many panels. Raises: StoreError.
     """
     files = [folder / f"{name}.png", folder / f"{name}.svg"]
@@ -81,11 +81,13 @@ def save(
 
 
 def _save_compact(fig: Figure, file: Path, told: Mapping[str, str]) -> None:
-    """A PNG with a palette of 256 colours."""
+    """A PNG of fewer dots; of 256 colours, unless a colour bar needs more."""
     buffer = io.BytesIO()
     fig.savefig(buffer, format="png", dpi=COMPACT)
     info = PngInfo()
     for key, value in told.items():
         info.add_text(key, value)
-    image = Image.open(buffer).convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE)
+    image = Image.open(buffer).convert("RGB")
+    if not any(axes.get_label() == "<colorbar>" for axes in fig.axes):
+        image = image.quantize(256, method=Image.Quantize.MEDIANCUT)
     image.save(file, optimize=True, pnginfo=info)

@@ -42,7 +42,7 @@ def draw_budget_cost(
 ) -> list[Path]:
     """A column per Costs. asked: for its head (None: the mean over all), pins, and folder of the files.
     rows: which of QUANTITIES."""
-    tables = [by_budget(one, asked.head) for one in found]
+    tables = [by_budget(one, asked.head, rows) for one in found]
     pins = parse_pins(asked.pins or "none")
     with matplotlib.rc_context(RC):
         fig = Figure(figsize=(WIDTH, 5.6 + 0.22 * math.ceil(len(looks) / 3)), layout="constrained")
@@ -106,7 +106,7 @@ def head_costs(asked: Request) -> list[Path]:
         upper, lower = fig.subplots(2, 1, height_ratios=[0.5 + 0.3 * len(order), 3])
         grid = np.array([table[table["spec"] == spec]["mean"] for spec in order])
         image = upper.imshow(
-            grid, aspect="auto", interpolation="nearest", cmap="viridis", norm=LogNorm(1, grid.max())
+            grid, aspect="auto", interpolation="none", cmap="viridis", norm=LogNorm(1, grid.max())
         )
         upper.set_yticks(range(len(order)), [names[spec] for spec in order], fontsize=FONT - 2)
         layers = range(0, grid.shape[1] // per_layer, 5)

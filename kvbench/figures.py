@@ -12,14 +12,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 
 from .errors import BadInput, PluginError, UnknownName
-from .manifest import MANIFEST, read_manifest
+from .manifest import MANIFEST
 from .registry import POLICIES
 
 PAPER = "arXiv:2602.10238"
 REFERENCE = Path("results") / "reference"
 OUT = Path("results") / "figures"
 RUNS, TRACES, SPEED = "run folders", "a folder of kvbench trace", "a folder of kvbench speed"
-OWN = {"speed", "traces"}  # tasks of other commands than `kvbench run`
 
 
 @dataclass(frozen=True)
@@ -152,15 +151,12 @@ def figure_kind(name: str) -> FigureKind:
     return found[name]
 
 
-def reference_folders(task: str | None = None) -> list[str]:
-    """Committed folders with rows: of `kvbench run`, or those with this task only."""
+def reference_folders() -> list[str]:
+    """Committed run folders: those with a manifest and rows."""
     from .results import ROWS  # pandas with it: not before something is drawn
 
-    folders = sorted(
-        file.parent for file in REFERENCE.glob(f"*/{MANIFEST}") if (file.parent / ROWS).is_file()
-    )
-    tasks = {folder: read_manifest(folder).get("tasks", {}) for folder in folders}
-    return [str(f) for f in folders if (task in tasks[f] if task else not OWN & set(tasks[f]))]
+    found = {file.parent for file in REFERENCE.glob(f"*/{ROWS}*") if (file.parent / MANIFEST).is_file()}
+    return sorted(map(str, found))
 
 
 def inputs(asked: Request, name: str, takes: str, default: list[str], hint: str) -> tuple[str, ...]:

@@ -47,7 +47,7 @@ def budget_curves(asked: Request) -> list[Path]:
 
 
 def learned(asked: Request) -> list[Path]:
-    """The same for policies with learned weights, between the full cache and the brackets."""
+    """The same for policies with learned weights, the full cache, and what no policy can beat."""
     return _draw(asked, "learned", None)
 
 
@@ -76,11 +76,11 @@ def _draw(asked: Request, name: str, policies: Sequence[str] | None) -> list[Pat
 
 
 def _learned(rows: pd.DataFrame, declared: Mapping[str, Mapping[str, Any]]) -> set[str]:
-    """Specs that have learned weights, and the brackets."""
+    """Specs that have learned weights, and the upper bracket; the lower one would only stretch the axis."""
     found = set(rows["spec"][rows["weights"].fillna("") != ""]) if "weights" in rows else set()
     if not found:
         raise BadInput("figure 'learned': no policy in these rows has learned weights; run one that has")
-    return found | {spec for spec in rows["spec"] if declared.get(spec, {}).get("bracket")}
+    return found | {spec for spec in rows["spec"] if declared.get(spec, {}).get("bracket") == "upper"}
 
 
 def _named(rows: pd.DataFrame, policies: Sequence[str]) -> set[str]:

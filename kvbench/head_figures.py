@@ -215,7 +215,7 @@ def rank_matrix(asked: Request) -> list[Path]:
             image = axes.imshow(
                 order,
                 aspect="auto",
-                interpolation="nearest",
+                interpolation="none",
                 cmap="viridis",
                 extent=(0.5, n + 0.5, len(order) - 0.5, -0.5),
             )
@@ -244,7 +244,7 @@ def head_correlation(asked: Request) -> list[Path]:
         cells = fig.subplots(rows, min(2, len(specs)), squeeze=False).flatten()
         for axes, spec in zip(cells, specs, strict=False):
             matrix = heads.spearman(shown.ranked.orders[spec]).numpy()
-            image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="nearest")
+            image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="none")
             others = matrix[~np.eye(len(matrix), dtype=bool)]
             axes.set_title(f"{short(spec)}\nmean of pairs {others.mean():.2f}", fontsize=FONT - 1, loc="left")
             _layer_ticks(axes, shown.shape, "x")

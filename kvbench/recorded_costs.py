@@ -100,11 +100,11 @@ def averaged(costs: Floats) -> Floats:
     return np.asarray(sums / np.diff(edges))
 
 
-def by_budget(costs: Costs, head: str | None) -> pd.DataFrame:
+def by_budget(costs: Costs, head: str | None, wanted: Sequence[str]) -> pd.DataFrame:
     """Means over heads (or of one head) per budget, with intervals over traces.
 
-    quantity: budget_cost (-R^b), missed_mass, and over_oracle: the missed mass over the upper bracket's,
-    where that was ranked, too. Points that less than half of the traces are long enough for are left out.
+    wanted: budget_cost (-R^b), missed_mass, over_oracle: the missed mass over the upper bracket's, if that
+    was ranked, too. Points that less than half of the traces are long enough for are left out.
     """
     budget, missed = (
         {spec: [_of_head(part, head) for part in parts] for spec, parts in values.items()}
@@ -121,7 +121,8 @@ def by_budget(costs: Costs, head: str | None) -> pd.DataFrame:
             "missed_mass": (missed[spec], None),
             **({"over_oracle": (missed[spec], least)} if least else {}),
         }
-        for quantity, (values, weights) in quantities.items():
+        for quantity in wanted:
+            values, weights = quantities[quantity]
             for span, item in _points(costs.samples, values, weights):
                 numbers = {"mean": item.estimate, "n": len(item.samples)}
                 lines.append({**told, "quantity": quantity, **span, **numbers})

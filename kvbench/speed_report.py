@@ -17,7 +17,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 from .canvas import FONT, GRID, RC, WIDTH, heading, save
 from .config import FULL
 from .errors import BadInput
-from .figures import SPEED, Request, inputs, reference_folders
+from .figures import SPEED, Request, inputs
 from .manifest import read_manifest
 from .panels import short
 from .results import read_rows
@@ -120,7 +120,7 @@ def _three(value: float) -> str:
 def wall_clock(asked: Request) -> list[Path]:
     """Draw stored rows of `kvbench speed` again. Raises: BadInput for rows of something else; StoreError."""
     hint = "make one with kvbench speed --policy all --out FOLDER"
-    paths = inputs(asked, "wall-clock", SPEED, reference_folders("speed"), hint)
+    paths = inputs(asked, "wall-clock", SPEED, [], hint)
     if len(paths) > 1:
         raise BadInput(f"figure 'wall-clock' draws one folder, {len(paths)} were given: machines do not mix")
     rows, manifest = read_rows(paths), read_manifest(paths[0])

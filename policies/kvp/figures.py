@@ -63,7 +63,7 @@ def objectives(asked: Request) -> list[Path]:
             fig,
             [
                 f"training objectives of kvp, and other policies; pins {PINS}; future from the question on",
-                "means over held-out traces and over needles, one seed; the study's table has no intervals",
+                "means over traces and needles, one seed each; the study's table has no intervals",
             ],
         )
     return save(fig, asked.out, "objectives", short_numbers(table), compact=True)

@@ -30,7 +30,9 @@ LEARNED = {"kvp": "w1", "judgeq": "w2"}
 TOLD = {"unit": "0..1", "description": "d", "better": "higher", "limits": [0.0, 1.0]}
 
 
-def make(folder: Path, tasks: dict[str, int], policies: tuple[str, ...] = ("kvp", "judgeq", "knorm")) -> Path:
+def make(
+    folder: Path, tasks: dict[str, int], policies: tuple[str, ...] = ("kvp", "judgeq", "random")
+) -> Path:
     """A run of several tasks. tasks: {task: samples}."""
     own = {name: {"name": name, **TOLD} for name in ("rouge_score", "retrieval_score")}
     extra = {"style": STYLE, "tasks": {name: {"metric": MAIN[name]} for name in tasks}, "metrics": own}
@@ -123,7 +125,7 @@ def test_budget_curves_lay_tasks_out_with_one_legend(run: Path) -> None:
     assert [axes.get_ylabel() for axes in fig.axes][1] == "string match\n(0..1, higher is better)"
     for axes, (_, lines) in zip(fig.axes, parts, strict=True):
         curves = {line.get_gid(): line for line in axes.get_lines() if line.get_gid()}
-        assert set(curves) == {"oracle", "kvp", "judgeq", "knorm"}
+        assert set(curves) == {"oracle", "kvp", "judgeq", "random"}
         mean = lines[lines["policy"] == "kvp"].sort_values("budget")["mean"].tolist()
         assert list(curves["kvp"].get_ydata()) == mean
         assert axes.get_legend() is None
@@ -131,7 +133,9 @@ def test_budget_curves_lay_tasks_out_with_one_legend(run: Path) -> None:
     (legend,) = fig.legends
     names = [text.get_text() for text in legend.get_texts()]
     assert len(names) == len(set(names))
-    assert {"full cache", "oracle (bracket)", "kvp", "judgeq", "knorm", "95% interval"} <= set(names)
+    assert {"full cache", "oracle (bracket)", "kvp", "judgeq", "random (bracket)", "95% interval"} <= set(
+        names
+    )
     fig.draw_without_rendering()
     box = legend.get_window_extent()
     assert all(box.y1 <= axes.get_window_extent().y0 for axes in fig.axes)
@@ -155,7 +159,7 @@ def test_every_task_of_the_paper_has_its_panel(tmp_path: Path) -> None:
     assert str(tmp_path) not in numbers.read_text()
 
 
-def test_learned_policies_alone_between_the_brackets(run: Path, tmp_path: Path) -> None:
+def test_learned_policies_alone_below_the_upper_bracket(run: Path, tmp_path: Path) -> None:
     files = figure_kind("learned").draw(Request((str(run),), metrics=("kl",), out=tmp_path))
     assert [file.name for file in files] == [f"learned-kl.{end}" for end in ("png", "svg", "csv")]
     lines = pd.read_csv(files[2])
@@ -185,8 +189,9 @@ def test_what_a_figure_cannot_use_is_refused(
     monkeypatch.chdir(tmp_path)  # no committed reference here
     assert "needs run folders: name folders that kvbench run wrote" in refused("budget-curves")
     assert "no rows in" in refused("budget-curves", tmp_path)
-    asked = Request((str(run),), policies=("knrm",), out=tmp_path)
-    with pytest.raises(UnknownName, match="Did you mean 'knorm'"):
+    assert "holds no rows of kvbench speed" in refused("wall-clock", run)
+    asked = Request((str(run),), policies=("randm",), out=tmp_path)
+    with pytest.raises(UnknownName, match="Did you mean 'random'"):
         figure_kind("budget-curves").draw(asked)
     with pytest.raises(UnknownName, match="metric 'agreement'"):
         figure_kind("budget-curves").draw(Request((str(run),), metrics=("agreement",), out=tmp_path))
@@ -198,22 +203,40 @@ def test_what_a_figure_cannot_use_is_refused(
         figure_kind("budget-curves").draw(Request((str(tmp_path / "failed"),), out=tmp_path))
 
 
+def test_wall_clock_shows_medians_of_every_length(tmp_path: Path) -> None:
+    fixed = {"model": "tiny", "dtype": "float32", "device": "cpu", "hardware": "a chip", "threads": 1}
+    with Store.open(tmp_path / "speed", fixed, {"style": STYLE}) as store:
+        for length, seconds in ((512, (1.0, 3.0, 2.0)), (1024, (4.0, 5.0, 9.0))):
+            for repeat, value in enumerate(seconds):
+                names = {"task": "speed", "task_spec": f"speed:length={length}", "context_tokens": length}
+                times = {"prefill_s": value, "score_s": value / 10}
+                store.append([row("full", None, f"r{repeat}", times={"prefill_s": value}, **names)])
+                store.append([row("knorm", 64, f"r{repeat}", times=times, **names)])
+    files = figure_kind("wall-clock").draw(Request((str(tmp_path / "speed"),), out=tmp_path))
+    lines = pd.read_csv(files[2]).set_index(["policy", "context_tokens"])
+    shown = ["median_s", "least_s", "most_s", "n", "layers"]
+    assert lines.loc[("full", 512), shown].tolist() == [2, 1, 3, 3, 30]
+    assert lines.loc[("knorm", 1024), shown].tolist() == [0.5, 0.4, 0.9, 3, 30]
+    assert lines.loc[("knorm", 1024), "stage"] == "score"
+    assert "needs a folder of kvbench speed" in refused("wall-clock")
+    both = (tmp_path / "speed", tmp_path / "speed")
+    assert "draws one folder, 2 were given" in refused("wall-clock", *both)
+
+
 def test_chosen_policies_are_drawn_alone(run: Path, tmp_path: Path) -> None:
-    asked = Request((str(run),), policies=("kvp", "knorm"), each=True, out=tmp_path)
+    asked = Request((str(run),), policies=("kvp", "random"), each=True, out=tmp_path)
     files = figure_kind("budget-curves").draw(asked)
     assert files[2].name == "budget-curves-each.csv"
     lines = pd.read_csv(files[2])
-    assert set(lines["policy"]) == {"full", "kvp", "knorm"}
+    assert set(lines["policy"]) == {"full", "kvp", "random"}
     assert set(lines["task"]) == {"boolq", "ruler/vt", "ruler/cwe", "ppl/oasst", "ppl/text"}
 
 
 def test_the_committed_reference_is_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     make(Path("results/reference/mine"), {"boolq": 2}, ("kvp",))
-    with Store.open(Path("results/reference/speed"), {}, {"tasks": {"speed": {}}}) as store:
-        store.append([row("knorm", 64, task="speed")])
+    Path("results/reference/notes").mkdir()
     assert figures.reference_folders() == ["results/reference/mine"]
-    assert figures.reference_folders("speed") == ["results/reference/speed"]
     files = figure_kind("budget-curves").draw(Request())
     assert files[0] == Path("results/figures/budget-curves.png")
 
