@@ -55,7 +55,7 @@ def save(
 
     lines: what it shows; they go into a CSV file beside it, whose hash the figure carries, so that
     `kvbench verify` can tell whether the rows still say what the figure shows. compact: fewer dots and
-    colours, for figures of many panels. Raises: StoreError.
+    colours, and text as text in the SVG, for figures of many panels. Raises: StoreError.
     """
     files = [folder / f"{name}.png", folder / f"{name}.svg"]
     told = {}
@@ -67,7 +67,7 @@ def save(
             told = {"Description": shown_data(data)}
             files.append(folder / f"{name}.csv")
             files[-1].write_bytes(data)
-        with matplotlib.rc_context(RC):
+        with matplotlib.rc_context({**RC, "svg.fonttype": "none" if compact else "path"}):
             if compact:
                 _save_compact(fig, files[0], told)
             else:

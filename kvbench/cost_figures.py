@@ -26,7 +26,7 @@ from .style import Style
 QUANTITIES = {
     "budget_cost": "−Rᵇ (adds up to\nthe eviction cost)",
     "missed_mass": "missed mass (0..1,\nlower is better)",
-    "over_oracle": "missed mass over\nthe oracle's",
+    "over_oracle": "missed mass over the\noracle's (lower is better)",
 }
 LEAST = 1e-3  # missed mass: less is cut off, or the end of the curve would fill the axis
 
@@ -60,7 +60,8 @@ def draw_budget_cost(
                 line[0].set_ylim(max(LEAST, line[0].get_ylim()[0]), 1.2)
         for axes, one in zip(cells[0], found, strict=True):
             axes.set_title(f"{one.folder}, n = {len(one.samples)} traces", fontsize=FONT - 1, loc="left")
-        for axes in cells[-1]:
+        for axes, table in zip(cells[-1], tables, strict=True):
+            name_ticks(axes.xaxis, table["budget"].max() / max(1, pins.total if pins else 1))
             axes.set_xlabel(BUDGET if len(found) == 1 else BUDGET.replace(" per KV head", "\nper KV head"))
         heading(fig, [found[0].title, f"{asked.head or 'mean over all KV heads'}; 95% interval over traces"])
         handles, labels = cells[0][0].get_legend_handles_labels()
@@ -123,11 +124,11 @@ def head_costs(asked: Request) -> list[Path]:
                 marker=look.marker, markersize=5, markevery=15, label=f"{names[spec]} ({row.mean():.3g})",
             )  # fmt: skip
         lower.set_yscale("log")
-        name_ticks(lower, 1)
+        name_ticks(lower.yaxis, 1)
         lower.set_xlabel("KV heads, each policy's own sorted by cost", fontsize=FONT - 1)
         lower.set_ylabel("eviction cost\n(lower is better)", fontsize=FONT - 1)
         lower.grid(axis="y", **GRID)
-        n = f"{found[0].folder}, n = {len(found[0].samples)} traces, mean"
+        n = f"{found[0].folder}, means over n = {len(found[0].samples)} traces"
         heading(fig, [f"{found[0].title}; {n}"])
         handles, labels = lower.get_legend_handles_labels()
         _legend(fig, handles, labels, "policy (mean over heads)")

@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
+from matplotlib.axis import Axis
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import (
@@ -141,7 +142,7 @@ def _upright(axes: Axes, means: Floats, limits: tuple[float | None, float | None
             axes.set_ylim(bottom=0)
         else:
             axes.set_yscale("log")
-            name_ticks(axes, most / least)
+            name_ticks(axes.yaxis, most / least)
         return
     bottom, top = axes.get_ylim()
     if limits[0] is not None:
@@ -159,12 +160,12 @@ def reads_better_in_logs(means: Floats) -> bool:
     return least > 0 and (most > 30 * least or (most > 3 * least and pressed))
 
 
-def name_ticks(axes: Axes, factor: float) -> None:
+def name_ticks(axis: Axis, factor: float) -> None:
     """Plain numbers at 1, 2, 5 of each decade of a logarithmic axis that spans less than two."""
     if factor < 100:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axis.set_minor_formatter(NullFormatter())
 
 
 def _tick_labels(budgets: Sequence[float]) -> list[str]:

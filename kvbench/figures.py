@@ -104,15 +104,15 @@ ENGINE = (
     ),
     FigureKind(
         "rank-variance", "10", "mean and variance over heads of each position's rank", TRACES,
-        ("policy", "pins", "sample"), "kvbench.head_figures:rank_variance",
+        ("policy", "pins", "sample"), "kvbench.rank_figures:rank_variance",
     ),
     FigureKind(
         "rank-matrix", "11", "every head's ranking, coloured by position", TRACES,
-        ("policy", "pins", "sample"), "kvbench.head_figures:rank_matrix",
+        ("policy", "pins", "sample"), "kvbench.rank_figures:rank_matrix",
     ),
     FigureKind(
         "head-correlation", "12", "rank correlation between heads", TRACES,
-        ("policy", "pins", "sample"), "kvbench.head_figures:head_correlation",
+        ("policy", "pins", "sample"), "kvbench.rank_figures:head_correlation",
     ),
 )  # fmt: skip
 

@@ -34,8 +34,8 @@ WRAP = 38  # characters of a panel's title in a line
 WORDS = {"schedule": "{}", "question": "question {}", "pins_mode": "pins {}", "template": "template {}"}
 
 CELL = [*SETTING[1:], "spec", "weights", "budget", "pins"]  # what is pooled over tasks, and nothing else
-SHOWN = ["task", "policy", "budget", "metric", "unit", "mean", "lo", "hi", "n", "model", "schedule", "chunk",
-         "pins", "question", "template", "seeds", "kept", "context_tokens", "majority", "label"]  # fmt: skip
+SHOWN = ["task", "policy", "budget", "metric", "mean", "lo", "hi", "n", "model", "schedule", "chunk", "pins",
+         "question"]  # fmt: skip
 
 Panel = tuple[dict[str, Any], pd.DataFrame]  # what it shows; aggregated lines of one metric
 

@@ -14,7 +14,7 @@ import pytest
 from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
-from kvbench import cli, cost_figures, head_figures, heads, models
+from kvbench import cli, cost_figures, head_figures, heads, models, rank_figures
 from kvbench.errors import BadInput, KvbenchError, StoreError
 from kvbench.eviction_error import ErrorConfig, measure
 from kvbench.figures import Request, figure_kind
@@ -71,7 +71,7 @@ def draw(name: str, traces: TraceSet, **options: Any) -> pd.DataFrame:
         return []
 
     with pytest.MonkeyPatch.context() as patch:
-        for module in (cost_figures, head_figures):
+        for module in (cost_figures, head_figures, rank_figures):
             patch.setattr(module, "save", keep)
         written(name, traces, Path("nowhere"), **options)
     return kept[0]
