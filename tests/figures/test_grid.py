@@ -19,6 +19,7 @@ from kvbench.figures import Request, figure_kind, kinds
 from kvbench.panels import panels
 from kvbench.plot import looks_of, sections
 from kvbench.results import Store, read_rows
+from tests.figures.capture import unsaved
 from tests.store.synthetic import STYLE, row
 
 MAIN = {
@@ -151,12 +152,11 @@ def test_every_task_of_the_paper_has_its_panel(tmp_path: Path) -> None:
     """Tasks without a committed run, too: their folders only have to exist."""
     names = ("gov_report", "passage_retrieval_en", "arc_challenge", "mmlu", "hellaswag")
     folders = [make(tmp_path / name, {name: 2}, ("kvp",)) for name in names]
-    asked = Request(tuple(map(str, folders)), out=tmp_path / "out")
-    image, drawing, numbers = figure_kind("budget-curves").draw(asked)
-    lines = pd.read_csv(numbers)
+    with unsaved(grid) as kept:
+        figure_kind("budget-curves").draw(Request(tuple(map(str, folders))))
+    lines = kept["budget-curves"]
     assert dict(zip(lines["task"], lines["metric"], strict=True)) == {name: MAIN[name] for name in names}
-    assert (image.name, drawing.name) == ("budget-curves.png", "budget-curves.svg")
-    assert str(tmp_path) not in numbers.read_text()
+    assert str(tmp_path) not in lines.to_csv()
 
 
 def test_learned_policies_alone_below_the_upper_bracket(run: Path, tmp_path: Path) -> None:
@@ -170,10 +170,10 @@ def test_learned_policies_alone_below_the_upper_bracket(run: Path, tmp_path: Pat
         figure_kind("learned").draw(Request((str(nobody),), out=tmp_path))
 
 
-def test_equal_rows_give_equal_files(run: Path, tmp_path: Path) -> None:
-    files = [
-        figure_kind("budget-curves").draw(Request((str(run),), out=tmp_path / n)) for n in ("one", "two")
-    ]
+def test_equal_rows_give_equal_files(tmp_path: Path) -> None:
+    few = make(tmp_path / "few", {"boolq": 2, "ppl/oasst": 2}, ("kvp",))
+    kind = figure_kind("budget-curves")
+    files = [kind.draw(Request((str(few),), out=tmp_path / name)) for name in ("one", "two")]
     assert [file.read_bytes() for file in files[0]] == [file.read_bytes() for file in files[1]]
 
 
@@ -223,11 +223,10 @@ def test_wall_clock_shows_medians_of_every_length(tmp_path: Path) -> None:
     assert "draws one folder, 2 were given" in refused("wall-clock", *both)
 
 
-def test_chosen_policies_are_drawn_alone(run: Path, tmp_path: Path) -> None:
-    asked = Request((str(run),), policies=("kvp", "random"), each=True, out=tmp_path)
-    files = figure_kind("budget-curves").draw(asked)
-    assert files[2].name == "budget-curves-each.csv"
-    lines = pd.read_csv(files[2])
+def test_chosen_policies_are_drawn_alone(run: Path) -> None:
+    with unsaved(grid) as kept:
+        figure_kind("budget-curves").draw(Request((str(run),), policies=("kvp", "random"), each=True))
+    lines = kept["budget-curves-each"]
     assert set(lines["policy"]) == {"full", "kvp", "random"}
     assert set(lines["task"]) == {"boolq", "ruler/vt", "ruler/cwe", "ppl/oasst", "ppl/text"}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from typer.testing import CliRunner
 
 from kvbench import cli, cost_figures, head_figures, heads, models, rank_figures
@@ -25,6 +23,7 @@ from kvbench.policies.kvp.scorer import ScorerShape
 from kvbench.ranked import RecordedRanker, boundary
 from kvbench.results import read_rows
 from kvbench.trace import TraceSet
+from tests.figures.capture import unsaved
 from tests.kvp import make
 from tests.kvp.make import CONTEXT, DIM, KV_HEADS, LAYERS
 
@@ -63,18 +62,10 @@ def written(name: str, traces: TraceSet, out: Path, **options: Any) -> list[Path
 
 def draw(name: str, traces: TraceSet, **options: Any) -> pd.DataFrame:
     """The numbers beside a figure, without its images."""
-    kept: list[pd.DataFrame] = []
-
-    def keep(fig: Figure, folder: Path, name: str, lines: pd.DataFrame, compact: bool) -> list[Path]:
-        assert fig.axes
-        kept.append(pd.read_csv(io.StringIO(lines.to_csv(index=False))))
-        return []
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (cost_figures, head_figures, rank_figures):
-            patch.setattr(module, "save", keep)
+    with unsaved(cost_figures, head_figures, rank_figures) as kept:
         written(name, traces, Path("nowhere"), **options)
-    return kept[0]
+    (lines,) = kept.values()
+    return lines
 
 
 def test_budget_cost_adds_up_to_the_eviction_cost(traces: TraceSet, tmp_path: Path) -> None:
@@ -216,9 +207,10 @@ def test_objectives_of_a_study(studied: Path, traces: TraceSet, tmp_path: Path) 
         "tova",
     ]  # by cost; budgets-log is no objective
     assert lines["learned"].tolist() == [True, True, False]
-    asked = Request((str(studied), str(traces.folder)), pins="none", out=tmp_path)
-    files = figure_kind("objectives-by-budget").draw(asked)
-    lines = pd.read_csv(files[2])
+    with unsaved(cost_figures) as kept:
+        asked = Request((str(studied), str(traces.folder)), pins="none")
+        figure_kind("objectives-by-budget").draw(asked)
+    lines = kept["objectives-by-budget"]
     assert set(lines["policy"]) == {"softcost", "regression", "oracle"}
     over = lines[lines["quantity"] == "over_oracle"]
     assert (over[over["policy"] == "oracle"]["mean"] == 1).all()
