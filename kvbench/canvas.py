@@ -81,13 +81,14 @@ def save(
 
 
 def _save_compact(fig: Figure, file: Path, told: Mapping[str, str]) -> None:
-    """A PNG of fewer dots; of 256 colours, unless a colour bar needs more."""
+    """A PNG of fewer dots and 256 colours: the most frequent ones, or, where a colour bar names colours,
+    those that cover all."""
     buffer = io.BytesIO()
     fig.savefig(buffer, format="png", dpi=COMPACT)
     info = PngInfo()
     for key, value in told.items():
         info.add_text(key, value)
-    image = Image.open(buffer).convert("RGB")
-    if not any(axes.get_label() == "<colorbar>" for axes in fig.axes):
-        image = image.quantize(256, method=Image.Quantize.MEDIANCUT)
+    bar = any(axes.get_label() == "<colorbar>" for axes in fig.axes)
+    method = Image.Quantize.MAXCOVERAGE if bar else Image.Quantize.MEDIANCUT
+    image = Image.open(buffer).convert("RGB").quantize(256, method=method)
     image.save(file, optimize=True, pnginfo=info)
