@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -15,14 +14,14 @@ from ..metrics import describe
 from ..panels import short
 from ..significance import ALPHA, holm
 from ..table import number
-from .panel import Panel, words
+from .panel import NOISE, Panel, words
 
 
 @dataclass(frozen=True)
 class Best:
     """The best policies at a budget by one metric; labels, not texts.
 
-    leaders: those with the best mean, equal to the last digit. tied: those that the paired comparison does
+    leaders: those with the best mean, up to rounding (NOISE). tied: those that the paired comparison does
     not separate from the first leader. rest: the others. value: mean with its interval, as text. pinned:
     leaders and tied ones that keep only pins here.
     """
@@ -52,7 +51,7 @@ def best_of(panel: Panel, metric: str) -> list[Best]:
         if len(cells) < 2:
             continue
         top = cells["mean"].max() if better == "higher" else cells["mean"].min()
-        equal = cells[[math.isclose(mean, top, rel_tol=1e-9, abs_tol=1e-12) for mean in cells["mean"]]]
+        equal = cells[[abs(mean - top) <= NOISE for mean in cells["mean"]]]
         leaders = list(equal["label"])
         others = [label for label in cells["label"] if label not in leaders]
         worse = _worse(panel.pairs(metric), int(budget), leaders[0], others, better)
@@ -93,7 +92,7 @@ def mean_text(line: pd.Series, metric: str) -> str:
 
 def doubts(panel: Panel, metric: str, bests: Sequence[Best]) -> list[str]:
     """Why this metric may not tell the policies apart, each in a sentence; empty where it does."""
-    found = []
+    found, name = [], _name(metric)
     rate = majority(panel.measured) if metric in CHOICE else None
     if rate is not None:
         lines = panel.of(metric)
@@ -101,12 +100,14 @@ def doubts(panel: Panel, metric: str, bests: Sequence[Best]) -> list[str]:
         if len(full):
             found.append(
                 f"The full cache itself scores {number(full['mean'].iloc[0], metric)}, below the majority "
-                f"rate of {rate[0]:.2f} (always answering '{rate[1]}'): {metric} does not show that the "
-                "model does the task, whatever the policy."
+                f"rate of {rate[0]:.2f} (always answering '{rate[1]}'): {name} does not show that the model "
+                "does the task, whatever the policy."
             )
     if bests and all(best.open for best in bests):
+        most = int(panel.of(metric)["n"].max())
+        few = f" With n = {most} no test could." if 2 / 2**most >= ALPHA else ""
         found.append(
-            f"No policy is separated from the best at any budget: {metric} does not tell them apart."
+            f"No policy is separated from the best at any budget: {name} does not tell them apart.{few}"
         )
     return found
 
@@ -131,13 +132,12 @@ def ahead_of_full(panel: Panel, metric: str) -> list[str]:
 
 def answer(bests: Sequence[Best], metric: str) -> str:
     """The best policy at each budget, as one sentence."""
-    name = metric.replace("_", " ")
     if not bests:
-        return f"There are no two policies to compare by {name}."
+        return f"There are no two policies to compare by {_name(metric)}."
     parts = []
     for told, group in groupby(bests, key=_told):
         parts.append(f"{told} at {words([best.budget for best in group])}")
-    return f"Best by {name}: {'; '.join(parts)}."
+    return f"Best by {_name(metric)}: {'; '.join(parts)}."
 
 
 def _told(best: Best) -> str:
@@ -149,3 +149,7 @@ def _told(best: Best) -> str:
         return leaders
     tied = words([short(label) for label in best.tied]) if len(best.tied) <= 3 else f"{len(best.tied)} others"
     return f"{leaders} (not separated from {tied})"
+
+
+def _name(metric: str) -> str:
+    return metric.replace("_", " ")

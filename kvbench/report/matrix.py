@@ -12,7 +12,7 @@ from ..comparison_table import probability, signed
 from ..metrics import describe
 from ..panels import short
 from ..significance import ALPHA
-from .panel import Panel
+from .panel import NOISE, Panel
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def matrices(panel: Panel, metric: str) -> list[Matrix]:
         rows = [(short(label), [cells.get((label, other)) for other in labels]) for label in labels]
         counts = sorted(set(lines["n"]))
         n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-        separated = int((lines["p_holm"] < ALPHA).sum())
+        separated = sum(entry.verdict == "better" for entry in cells.values())
         found.append(Matrix(int(budget), [short(x) for x in labels], rows, len(lines), separated, n))
     return found
 
@@ -64,7 +64,7 @@ def _entry(line: Mapping[Any, Any], metric: str, sign: int) -> Entry:
     difference = sign * line["difference"] + 0.0  # no -0.0
     win, loss = (line["win"], line["loss"]) if sign > 0 else (line["loss"], line["win"])
     verdict = ""
-    if line["p_holm"] < ALPHA and describe(metric).better != "none":
+    if line["p_holm"] < ALPHA and abs(difference) > NOISE and describe(metric).better != "none":
         verdict = "better" if (difference > 0) == (describe(metric).better == "higher") else "worse"
     ends = sorted((sign * line["lo"] + 0.0, sign * line["hi"] + 0.0)) if math.isfinite(line["lo"]) else []
     interval = f"[{','.join(signed(end, metric) for end in ends)}]" if ends else ""

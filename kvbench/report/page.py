@@ -116,7 +116,7 @@ def render(paths: Sequence[Path]) -> str:
     script = _source(env, "report.js")
     changes, unchanged = effects(rows, panels)
     return env.get_template("report.html.j2").render(
-        title=", ".join(dict.fromkeys(panel.task for panel in panels)),
+        title=_title(list(dict.fromkeys(panel.task for panel in panels))),
         version=__version__, facts=_facts(panels, rows), looks=drawn, alpha=ALPHA,
         parts=[
             _part(panel, drawn, f"p{number}", _tell(panel, panels))
@@ -127,6 +127,10 @@ def render(paths: Sequence[Path]) -> str:
         policy=_hash(script), width=WIDTH, short=short, words=words,
         command=["kvbench", "report", *names],
     )  # fmt: skip
+
+
+def _title(tasks: Sequence[str]) -> str:
+    return words(tasks) if len(tasks) <= 3 else f"{tasks[0]} and {len(tasks) - 1} other tasks"
 
 
 def _names(paths: Sequence[Path]) -> list[str]:

@@ -17,6 +17,7 @@ from ..panels import SETTING, main_metric, panels
 from ..plot import BESIDE, looks_of
 from ..style import LOWER, UPPER, Style
 
+NOISE = 1e-5  # what the order of a batch may change in float32: values so close are equal
 CURVE = [*SETTING, "policy", "budget", "pins", "family"]  # what a row and its aggregated line share
 
 

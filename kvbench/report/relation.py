@@ -17,7 +17,7 @@ from ..panels import short
 from ..table import number
 from .chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Curve, Mark
 from .look import Look
-from .panel import Panel, words
+from .panel import NOISE, Panel, words
 from .scale import scale_of
 
 ERRORS = ("missed_mass", "eviction_cost")
@@ -102,7 +102,8 @@ def _chart(
 
 def _text(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
     """How closely the two go together, over all cells of real policies and within each budget."""
-    cells = cells[cells["label"].isin(panel.candidates)]
+    cells = cells[cells["label"].isin(panel.candidates)].copy()
+    cells[["x", "y"]] = (cells[["x", "y"]] / NOISE).round()  # rounding errors have no order
     who = f"{cells['label'].nunique()} policies at {cells['budget'].nunique()} budgets, brackets left out"
     rho, low, high = spearman(cells["x"].to_numpy(), cells["y"].to_numpy())
     n = len(cells)

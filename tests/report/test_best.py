@@ -84,12 +84,27 @@ def test_less_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
     assert (matrix.pairs, matrix.separated, matrix.n) == (3, 3, "12")
 
 
+def test_rounding_makes_no_winner(tmp_path: Path) -> None:
+    """With room for everything all keep the same; what is left comes from the order of the batch."""
+    rows = [
+        row(spec, 64, f"s{index}", metrics={"kl": noise})
+        for spec, noise in (("knorm", 1e-8), ("tova", 2e-7), ("snapkv", 0.0))
+        for index in range(20)
+    ]
+    run = make_rows(tmp_path, rows)
+    (panel,), _ = panels_of(read_rows(run), *sections([run]))
+    (best,) = best_of(panel, "kl")
+    assert (best.leaders, best.open) == (("knorm", "tova", "snapkv"), True)
+    (matrix,) = matrices(panel, "kl")
+    assert matrix.separated == 0
+
+
 def test_a_metric_that_does_not_tell(tmp_path: Path) -> None:
     right = {"full": [15], "knorm": [15, 15], "tova": [14, 16]}
     panel = panel_of(tmp_path, right, gold_label="yes", label="no")
     low, same = doubts(panel, "accuracy", best_of(panel, "accuracy"))
     assert "scores 0.38, below the majority rate of 1.00 (always answering 'yes')" in low
-    assert "No policy is separated from the best at any budget" in same
+    assert same == "No policy is separated from the best at any budget: accuracy does not tell them apart."
     better = panel_of(tmp_path / "other", {"full": [10], "knorm": [30, 10], "tova": [10, 10]})
     (suspect,) = ahead_of_full(better, "accuracy")
     assert suspect.startswith(

@@ -258,6 +258,7 @@ def test_rows_without_a_full_cache_or_a_manifest(small: Path, tmp_path: Path) ->
     (made / "manifest.json").unlink()
     found = seen(render([made]))
     assert "no policy stands out" in found.by_id("p1").text
+    assert "With n = 4 no test could." in found.by_id("p1").text
     assert "kvbench rerun" not in found.by_id("sources").text
     assert seen(render([made, small])).by_id("p2")  # bare rows beside a run
 
