@@ -12,7 +12,7 @@ out=${1:-results/again}
 shift || true
 names=${*:-needle-1024 needle-1024-paper needle-1024-seen needle-4096-chunked boolq boolq-controlled oasst oasst-controlled ruler-1024-paper}
 data=${DATA:-data}
-dialogues="--task ppl/oasst --budgets 32,64,128,256 --limit 45 --data $data/oasst1_validation_en.jsonl"
+dialogues="--task ppl/oasst --budgets 32,64,128,256 --data $data/oasst1_validation_en.jsonl"
 questions="--task boolq --budgets 20,50,100,200"
 needle="--task needle --budgets 64,128,256,512,1024 --limit 24"
 long="--policy all --task needle:length=4096 --budgets 128,512 --limit 6 --protocol controlled"
@@ -34,8 +34,8 @@ for name in $names; do
         ;;
     boolq) run --policy all,kvp:weights=dialogue $questions --limit 300 ;;
     boolq-controlled) run --policy all,kvp:weights=dialogue $questions --limit 100 --protocol controlled ;;
-    oasst) run --policy all,kvp:weights=dialogue $dialogues ;;
-    oasst-controlled) run --policy all,kvp:weights=dialogue $dialogues --protocol controlled ;;
+    oasst) run --policy all,kvp:weights=dialogue $dialogues --limit 45 ;;
+    oasst-controlled) run --policy all,kvp:weights=dialogue $dialogues --limit 24 --protocol controlled ;;
     ruler-1024-paper) run --policy all,kvp:weights=dialogue --task "$ruler" --budgets 32,64,128,256,512 --limit 10 ;;
     *) echo "no run '$name': choose from needle-1024{,-paper,-seen} needle-4096-chunked {boolq,oasst}{,-controlled} ruler-1024-paper" >&2; exit 2 ;;
     esac
