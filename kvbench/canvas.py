@@ -90,5 +90,5 @@ def _save_compact(fig: Figure, file: Path, told: Mapping[str, str]) -> None:
         info.add_text(key, value)
     bar = any(axes.get_label() == "<colorbar>" for axes in fig.axes)
     method = Image.Quantize.MAXCOVERAGE if bar else Image.Quantize.MEDIANCUT
-    image = Image.open(buffer).convert("RGB").quantize(256, method=method)
+    image = Image.open(buffer).convert("RGB").quantize(256, method=method, kmeans=int(bar))
     image.save(file, optimize=True, pnginfo=info)
