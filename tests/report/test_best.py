@@ -84,6 +84,25 @@ def test_less_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
     assert (matrix.pairs, matrix.separated, matrix.n) == (3, 3, "12")
 
 
+def test_who_wins_most_samples_is_not_behind(tmp_path: Path) -> None:
+    """Perplexity weighs by tokens: knorm is best by one long sample, tova is better on the other eleven."""
+    rows = []
+    for spec in ("knorm", "tova"):
+        for index in range(12):
+            ahead = 0.01 * (spec == "tova") if index == 0 else 0.1 * (spec == "knorm")
+            values = {"nll": 1.0 + ahead, "nll_tokens": 10**6 if index == 0 else 1}
+            rows.append(row(spec, 64, f"s{index:02}", metrics=values))
+    run = make_rows(tmp_path, rows)
+    (panel,), _ = panels_of(read_rows(run), {"boolq": {"metric": "ppl"}}, {})
+    assert panel.main == "ppl"
+    (line,) = panel.pairs("ppl").to_dict("records")
+    assert line["metric"] == "nll"
+    assert line["p"] < 0.05
+    assert line["lo"] > 0
+    (best,) = best_of(panel, "ppl")
+    assert (best.leaders, best.tied) == (("knorm",), ("tova",))
+
+
 def test_rounding_makes_no_winner(tmp_path: Path) -> None:
     """With room for everything all keep the same; what is left comes from the order of the batch."""
     rows = [
