@@ -35,7 +35,7 @@ judgeq: $(VENV)/ready
 	$(BIN)/kvbench $(KVP_TRACES)
 	$(BIN)/kvbench train --policy judgeq --traces $(KVP_OUT)/traces --out $(JUDGEQ_OUT)/ruler.safetensors
 
-# The reference study again, into results/again, and every row compared with the committed one (5 hours on 2 cores).
+# The reference study again, into results/again, and every row compared with the committed one (2 to 3 hours on 2 cores).
 reference: $(VENV)/ready
 	PATH="$(BIN):$$PATH" results/reference.sh
 
