@@ -126,11 +126,11 @@ def pooled(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, 
             name = f"{group}{values}, {len(members)} subtasks"
             entries[name] = {"metric": metric}
             renamed |= dict.fromkeys(members, name)
-    name = rows["task_spec"].map(renamed)
-    inside = name.notna()
-    cells = [str(cell) for cell in rows[[name for name in CELL if name in rows]].to_numpy().tolist()]
+    named = rows["task_spec"].map(renamed)
+    inside = named.notna()
+    cells = [str(cell) for cell in rows[[column for column in CELL if column in rows]].to_numpy().tolist()]
     rows = rows.assign(
-        task_spec=name.where(inside, rows["task_spec"]),
+        task_spec=named.where(inside, rows["task_spec"]),
         sample=(rows["task_spec"] + "|" + rows["sample"]).where(inside, rows["sample"]),
         family=pd.Series(cells, rows.index).where(inside, rows["family"]),
     )

@@ -47,19 +47,20 @@ def best_of(panel: Panel, metric: str) -> list[Best]:
     lines = panel.of(metric)
     lines = lines[lines["label"].isin(panel.candidates)]
     found = []
-    for budget, cells in lines.groupby("budget", sort=True):
+    for _, cells in lines.groupby("budget", sort=True):
         if len(cells) < 2:
             continue
+        budget = int(cells["budget"].iloc[0])
         top = cells["mean"].max() if better == "higher" else cells["mean"].min()
         equal = cells[[abs(mean - top) <= NOISE for mean in cells["mean"]]]
         leaders = list(equal["label"])
         others = [label for label in cells["label"] if label not in leaders]
-        worse = _worse(panel.pairs(metric), int(budget), leaders[0], others, better)
+        worse = _worse(panel.pairs(metric), budget, leaders[0], others, better)
         tied = tuple(label for label in others if label not in worse)
         pinned = cells[cells["only_pins"] & ~cells["label"].isin(worse)]["label"]
         value = mean_text(equal.iloc[0], metric)
         rest = tuple(label for label in others if label in worse)
-        found.append(Best(int(budget), tuple(leaders), tied, rest, value, tuple(pinned)))
+        found.append(Best(budget, tuple(leaders), tied, rest, value, tuple(pinned)))
     return found
 
 
@@ -73,8 +74,14 @@ def _worse(pairs: pd.DataFrame, budget: int, best: str, others: Sequence[str], b
     behind = here[(here["baseline"] == best) & here["policy"].isin(others)]
     sign = 1 if better == "higher" else -1
     compared = [
-        *((line.baseline, sign * line.lo, sign * line.hi, line.p) for line in ahead.itertuples()),
-        *((line.policy, -sign * line.lo, -sign * line.hi, line.p) for line in behind.itertuples()),
+        *(
+            (one["baseline"], sign * one["lo"], sign * one["hi"], one["p"])
+            for one in ahead.to_dict("records")
+        ),
+        *(
+            (one["policy"], -sign * one["lo"], -sign * one["hi"], one["p"])
+            for one in behind.to_dict("records")
+        ),
     ]
     corrected = holm([p for *_, p in compared])
     return {

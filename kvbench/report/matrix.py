@@ -43,7 +43,8 @@ def matrices(panel: Panel, metric: str) -> list[Matrix]:
     frame = panel.pairs(metric)
     name = per_sample(metric)
     found = []
-    for budget, lines in frame.groupby("budget", sort=True):
+    for _, lines in frame.groupby("budget", sort=True):
+        budget = int(lines["budget"].iloc[0])
         there = {*lines["policy"], *lines["baseline"]}
         labels = [label for label in panel.order if label in there]
         cells: dict[tuple[str, str], Entry] = {}
@@ -55,7 +56,7 @@ def matrices(panel: Panel, metric: str) -> list[Matrix]:
         counts = sorted(set(lines["n"]))
         n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         separated = sum(entry.verdict == "better" for entry in cells.values())
-        found.append(Matrix(int(budget), [short(x) for x in labels], rows, len(lines), separated, n))
+        found.append(Matrix(budget, [short(x) for x in labels], rows, len(lines), separated, n))
     return found
 
 

@@ -53,7 +53,8 @@ def shares(panels: Sequence[Panel]) -> list[Shares]:
     for rule, part in lines.groupby("pins_mode", sort=False):
         budgets = sorted({int(budget) for budget in part["budget"]})
         rows = []
-        for (policy, pins), own in part.groupby(["policy", "pins"], sort=False):
+        for _, own in part.groupby(["policy", "pins"], sort=False):
+            policy, pins = str(own["policy"].iloc[0]), str(own["pins"].iloc[0])
             there = {int(budget) for budget in own["budget"]}
             total = pins_total(pins)
             rows.append((short(policy), _told(pins), [total / b if b in there else None for b in budgets]))

@@ -50,7 +50,8 @@ def cells_table(panel: Panel, found: Sequence[Relation]) -> tuple[list[str], lis
     names = [name for name in panel.metrics if name in {part for one in found for part in (one.x, one.y)}]
     lines = pd.concat([panel.of(name) for name in names] or [panel.measured.head(0)])
     lines = lines[lines["budget"].notna()]
-    means = {(line.label, int(line.budget), line.metric): line.mean for line in lines.itertuples()}
+    cells = lines.to_dict("records")
+    means = {(cell["label"], int(cell["budget"]), cell["metric"]): cell["mean"] for cell in cells}
     body = []
     for label in panel.order:
         for budget in panel.budgets:
@@ -85,13 +86,14 @@ def _chart(
     for label in panel.order:
         mine = cells[cells["label"] == label].sort_values("budget")
         marks = []
-        for cell in mine.itertuples():
+        for cell in mine.to_dict("records"):
             told = (
-                f"{looks[label].text} at {cell.budget}: {_words(x_name)} {number(cell.x, x_name)}, "
-                f"{_words(y_name)} {number(cell.y, y_name)}"
+                f"{looks[label].text} at {cell['budget']}: {_words(x_name)} {number(cell['x'], x_name)}, "
+                f"{_words(y_name)} {number(cell['y'], y_name)}"
             )
-            size = 7 + 6 * panel.budgets.index(int(cell.budget)) / max(1, len(panel.budgets) - 1)
-            marks.append(Mark(x.at(cell.x), y.at(cell.y), bool(cell.only_pins), round(size, 1), told))
+            size = 7 + 6 * panel.budgets.index(int(cell["budget"])) / max(1, len(panel.budgets) - 1)
+            at = x.at(cell["x"]), y.at(cell["y"])
+            marks.append(Mark(*at, bool(cell["only_pins"]), round(size, 1), told))
         if marks:
             curves.append(Curve(looks[label], tuple(marks)))
     return Chart(
