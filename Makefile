@@ -41,7 +41,7 @@ reference: $(VENV)/ready
 
 # What the README says, word for word, in a fresh clone.
 readme:
-	$(PYTHON) -m tests.readme
+	$(PYTHON) tests/readme.py
 
 test: lint unit
 

@@ -1,6 +1,6 @@
 """Runs what the README says, word for word, in a fresh clone: blocks marked `sh`, and `python` ones.
 
-    python -m tests.readme [README.md]
+    python tests/readme.py [README.md]
 
 Blocks follow each other in one shell, as a reader would type them, so what one block makes the next one
 finds. The shell stops at the first command that fails, and so does this command, with its exit code. Blocks
