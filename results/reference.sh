@@ -24,22 +24,26 @@ run() {
 }
 
 for name in $names; do
+    shown="" # all metrics; fewer where the figures would fill the repository
     case $name in
     needle-1024) run --policy all,kvp:weights=dialogue $needle --pins 4,16 ;;
-    needle-1024-paper) run --policy all,kvp:weights=dialogue $needle ;;
-    needle-1024-seen) run --policy all,kvp:weights=dialogue $needle --pins 4,16 --question seen ;;
+    needle-1024-paper) shown=string_match,kl; run --policy all,kvp:weights=dialogue $needle ;;
+    needle-1024-seen) shown=string_match,kl; run --policy all,kvp:weights=dialogue $needle --pins 4,16 --question seen ;;
     needle-4096-chunked)
         run $long --schedule prefill
         run $long --schedule chunked --chunk 256
         ;;
     boolq) run --policy all,kvp:weights=dialogue $questions --limit 300 ;;
-    boolq-controlled) run --policy all,kvp:weights=dialogue $questions --limit 100 --protocol controlled ;;
+    boolq-controlled) shown=accuracy,kl; run --policy all,kvp:weights=dialogue $questions --limit 100 --protocol controlled ;;
     oasst) run --policy all,kvp:weights=dialogue $dialogues --limit 45 ;;
-    oasst-controlled) run --policy all,kvp:weights=dialogue $dialogues --limit 24 --protocol controlled ;;
-    ruler-1024-paper) run --policy all,kvp:weights=dialogue --task "$ruler" --budgets 32,64,128,256,512 --limit 10 ;;
+    oasst-controlled) shown=ppl,kl; run --policy all,kvp:weights=dialogue $dialogues --limit 24 --protocol controlled ;;
+    ruler-1024-paper)
+        shown=string_match
+        run --policy all,kvp:weights=dialogue --task "$ruler" --budgets 32,64,128,256,512 --limit 10
+        ;;
     *) echo "no run '$name': choose from needle-1024{,-paper,-seen} needle-4096-chunked {boolq,oasst}{,-controlled} ruler-1024-paper" >&2; exit 2 ;;
     esac
-    kvbench plot "$out/$name"
+    kvbench plot "$out/$name" ${shown:+--metric $shown}
     committed=results/reference/$name
     if [ -d "$committed" ] && ! [ "$committed" -ef "$out/$name" ]; then
         kvbench rerun "$committed" --out "$out/$name"

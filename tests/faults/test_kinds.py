@@ -121,7 +121,8 @@ def test_b58_a_failing_check_makes_the_command_fail(tmp_path: Path, failing: str
     """Nothing stands between a tool's exit code and that of `make test` and `.ci/run`."""
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
-    for name in ("pyproject.toml", "constraints.txt"):
+    (tmp_path / "tests").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "tests/readme.py"):
         (tmp_path / name).write_text("")
     for venv in (".venv", ".venv-newest"):
         place = tmp_path / venv / "bin"
@@ -138,6 +139,8 @@ def test_b58_a_failing_check_makes_the_command_fail(tmp_path: Path, failing: str
     for command in (["make", "test"], ["bash", ".ci/run"]):
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
+    (tmp_path / "tests" / "readme.py").write_text("raise SystemExit(1)")
+    assert subprocess.run(["bash", ".ci/run"], cwd=tmp_path, capture_output=True).returncode != 0
 
 
 def test_the_tables_of_the_readme_name_tests_that_exist() -> None:
