@@ -117,13 +117,14 @@ def pooled(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, 
     specs = [spec for spec in dict.fromkeys(rows["task_spec"]) if "/" in spec.split(":")[0]]
     groups: dict[tuple[str, str, str], list[str]] = {}
     for spec in specs:
-        task, colon, values = spec.partition(":")
+        task, _, values = spec.partition(":")
         entry = tasks.get(spec) or tasks.get(task) or {}
         if describe(entry.get("metric", "")).limits == (0.0, 1.0):
-            groups.setdefault((task.split("/")[0], entry["metric"], colon + values), []).append(spec)
+            alike = ",".join(pair for pair in values.split(",") if "/" not in pair)  # files of data aside
+            groups.setdefault((task.split("/")[0], entry["metric"], alike), []).append(spec)
     for (group, metric, values), members in groups.items():
         if len(members) > 1:
-            name = f"{group}{values}, {len(members)} subtasks"
+            name = f"{group}{values and ':' + values}, {len(members)} subtasks"
             entries[name] = {"metric": metric}
             renamed |= dict.fromkeys(members, name)
     named = rows["task_spec"].map(renamed)

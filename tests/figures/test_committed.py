@@ -30,7 +30,7 @@ def test_every_image_shows_the_numbers_beside_it() -> None:
     for name in names:
         mark = shown_data((FOLDER / f"{name}.csv").read_bytes()).encode()
         assert all(mark in (FOLDER / f"{name}.{end}").read_bytes() for end in ("png", "svg")), name
-    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 2_500_000
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < 3_000_000
 
 
 def test_the_page_shows_them_all() -> None:

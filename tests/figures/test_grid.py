@@ -98,6 +98,18 @@ def test_pooling_keeps_settings_apart(tmp_path: Path) -> None:
     assert dict(zip(lines["question"], lines["mean"], strict=True)) == {"seen": 0.2, "withheld": 0.6}
 
 
+def test_subtasks_that_read_a_file_are_pooled_with_the_others(tmp_path: Path) -> None:
+    specs = {"ruler/vt": 0.0, "ruler/qa_1:file=data/one.json": 1.0, "ruler/vt:length=512": 0.5}
+    with Store.open(tmp_path, {}, {}) as store:
+        for spec, value in specs.items():
+            names = {"task": spec.split(":")[0], "task_spec": spec}
+            store.append([row("knorm", 64, metrics={"string_match": value}, **names)])
+    rows, _ = grid.pooled(read_rows(tmp_path), {spec: {"metric": "string_match"} for spec in specs})
+    lines = aggregate(rows, ["string_match"])
+    means = dict(zip(lines["task"], lines["mean"], strict=True))
+    assert means == {"ruler, 2 subtasks": 0.5, "ruler/vt:length=512": 0.5}
+
+
 def test_runs_over_other_samples_are_not_compared(tmp_path: Path) -> None:
     for name, samples in (("one", "ab"), ("two", "cd"), ("three", "de")):
         with Store.open(tmp_path / name, {}, {}) as store:
