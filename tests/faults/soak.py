@@ -19,6 +19,8 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 import kvbench
 from kvbench.results import stored_rows
 from kvbench.verify import verify
@@ -46,6 +48,7 @@ class Soak:
 
 def soak(folder: Path, kills: int, seeds: int, seed: int = 0) -> Soak:
     """Run, kill, and compare. folder: an empty one. seeds: of the run, 20 samples each."""
+    torch.set_num_threads(1)  # a forked process waits forever for threads that its parent had
     tiny_model("llama", "sdpa").save_pretrained(folder / "model")
     tiny_tokenizer().save_pretrained(folder / "model")
     whole = kvbench.RunConfig(
