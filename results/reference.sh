@@ -30,6 +30,7 @@ for name in $names; do
     needle-1024-paper) shown=string_match,kl; run --policy all,kvp:weights=dialogue $needle ;;
     needle-1024-seen) shown=string_match,kl; run --policy all,kvp:weights=dialogue $needle --pins 4,16 --question seen ;;
     needle-4096-chunked)
+        shown=string_match,kl
         run $long --schedule prefill
         run $long --schedule chunked --chunk 256
         ;;
@@ -44,6 +45,7 @@ for name in $names; do
     *) echo "no run '$name': choose from needle-1024{,-paper,-seen} needle-4096-chunked {boolq,oasst}{,-controlled} ruler-1024-paper" >&2; exit 2 ;;
     esac
     kvbench plot "$out/$name" ${shown:+--metric $shown}
+    [ "$name" != needle-4096-chunked ] || kvbench plot "$out/$name" --versus schedule --metric $shown
     committed=results/reference/$name
     if [ -d "$committed" ] && ! [ "$committed" -ef "$out/$name" ]; then
         kvbench rerun "$committed" --out "$out/$name"
