@@ -109,6 +109,7 @@ def test_the_peak_is_of_what_came_after_the_reset() -> None:
     assert memory.peak_bytes() < before - big * 0.9
     held = torch.ones(big, dtype=torch.uint8)
     assert memory.peak_bytes() > before - big * 0.1
+    del held
 
 
 @pytest.mark.parametrize(("count", "words"), [(2**20, "1 MiB"), (3 * 2**29, "1.50 GiB")])
