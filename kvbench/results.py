@@ -103,14 +103,16 @@ class Store:
         self, fixed: Mapping[str, Any], extra: Mapping[str, Any], settings: Mapping[str, Any] | None
     ) -> None:
         rows = self.path / ROWS
-        if stored_bytes(self.path) and not (self.path / MANIFEST).exists():
+        packed = b"" if rows.exists() else stored_bytes(self.path)
+        some = packed or (rows.exists() and rows.stat().st_size)
+        if some and not (self.path / MANIFEST).exists():
             raise StoreError(
                 f"the rows file in {self.path} has no {MANIFEST} beside it: nobody knows how it was made, so "
                 "put the manifest back or use another --out"
             )
         self.notes += prepare_manifest(self.path, fixed, extra, settings)
         if not rows.exists() and (self.path / PACKED).exists():
-            self._unpack()
+            self._unpack(packed)
         self._rows = os.open(rows, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         _sync_folder(self.path)
         data = rows.read_bytes()
@@ -122,11 +124,11 @@ class Store:
         for row in parse(rows, data[:whole]):
             self._remember({row["key"]: (row["status"], digest(row))})
 
-    def _unpack(self) -> None:
+    def _unpack(self, data: bytes) -> None:
         """Replace packed rows by plain ones; the packed ones go when the others are safely there."""
         draft = self.path / (ROWS + ".tmp")
         with open(draft, "wb") as file:
-            file.write(stored_bytes(self.path))
+            file.write(data)
             file.flush()
             os.fsync(file.fileno())
         os.replace(draft, self.path / ROWS)
