@@ -37,9 +37,9 @@ def compare_rules(
         check_names(metrics, names)
     parts = []
     for task, own in rows.groupby("task_spec", sort=False):
-        lines = pd.DataFrame({"metric": available(own)})
-        asked = metrics or [per_sample(main_metric(lines, str(task), tasks)), "kl"]
         there = available(own)
+        main = main_metric(pd.DataFrame({"metric": there}), str(task), tasks)
+        asked = metrics or [per_sample(main), "kl"]
         parts += [_paired(own, field, name) for name in dict.fromkeys(asked) if name in there]
     found = [part for part in parts if len(part)]
     if not found:
