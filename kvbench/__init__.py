@@ -1,28 +1,68 @@
-"""kvbench compares KV-cache eviction policies. `kvbench.run(RunConfig(...))` is the whole API."""
+"""kvbench compares KV-cache eviction policies. `kvbench.run(RunConfig(...))` is the whole API.
+
+Everything that a policy, a task or a plugin package needs is found here by name, and loads on first use.
+"""
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from .config import RunConfig
-from .policy import Need, Pins, Policy, param
-from .registry import register, register_task
-from .task import Answer, Sample, Samples, Setting, Task
-
 if TYPE_CHECKING:
-    from .runner import RunResult, run
+    from .contract.attention_sums import attention_rows as attention_rows
+    from .contract.attention_sums import streamed_sums as streamed_sums
+    from .contract.identity import fingerprint as fingerprint
+    from .contract.metrics import Metric as Metric
+    from .contract.metrics import add_metric as add_metric
+    from .contract.need import Need as Need
+    from .contract.observation import Observation as Observation
+    from .contract.pins import Pins as Pins
+    from .contract.policy import Policy as Policy
+    from .contract.policy import TrainedFor as TrainedFor
+    from .contract.policy import param as param
+    from .contract.registry import register as register
+    from .contract.registry import register_task as register_task
+    from .contract.task import Answer as Answer
+    from .contract.task import Sample as Sample
+    from .contract.task import Samples as Samples
+    from .contract.task import Setting as Setting
+    from .contract.task import Task as Task
+    from .errors import BadInput as BadInput
+    from .errors import KvbenchError as KvbenchError
+    from .errors import PluginError as PluginError
+    from .errors import UnknownName as UnknownName
+    from .errors import UnsupportedModel as UnsupportedModel
+    from .study.config import RunConfig as RunConfig
+    from .study.runner import RunResult as RunResult
+    from .study.runner import run as run
 
 __version__ = "0.1.0"
-__all__ = [
-    "Answer", "Need", "Pins", "Policy", "RunConfig", "RunResult", "Sample", "Samples", "Setting", "Task",
-    "param", "register", "register_task", "run",
-]  # fmt: skip
+
+HOMES = {
+    "contract.attention_sums": ("attention_rows", "streamed_sums"),
+    "contract.identity": ("fingerprint",),
+    "contract.metrics": ("Metric", "add_metric"),
+    "contract.need": ("Need",),
+    "contract.observation": ("Observation",),
+    "contract.pins": ("Pins",),
+    "contract.policy": ("Policy", "TrainedFor", "param"),
+    "contract.registry": ("register", "register_task"),
+    "contract.task": ("Answer", "Sample", "Samples", "Setting", "Task"),
+    "errors": ("BadInput", "KvbenchError", "PluginError", "UnknownName", "UnsupportedModel"),
+    "study.config": ("RunConfig",),
+    "study.runner": ("RunResult", "run"),
+}  # public name -> the module that defines it, for imports on first use
+_HOME = {name: home for home, names in HOMES.items() for name in names}
+__all__ = sorted(_HOME)
 
 
 def __getattr__(name: str) -> Any:
-    """`run` and `RunResult` load on first use, because they import torch."""
-    if name in ("run", "RunResult"):
-        from . import runner as module
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
+    found = getattr(importlib.import_module(f".{_HOME[name]}", __name__), name)
+    globals()[name] = found
+    return found
 
-        return getattr(module, name)
-    raise AttributeError(f"module 'kvbench' has no attribute '{name}'")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

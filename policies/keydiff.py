@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvbench.observe import Observation
-from kvbench.policy import Need, Policy
-from kvbench.registry import register
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy
+from kvbench.contract.registry import register
 
 
 @register("keydiff", source="arXiv:2504.15364")

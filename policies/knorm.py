@@ -7,9 +7,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvbench.observe import Observation
-from kvbench.policy import Need, Policy
-from kvbench.registry import register
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy
+from kvbench.contract.registry import register
 
 
 @register("knorm", source="arXiv:2406.11430")

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy, param
+from kvbench.contract.registry import register
 from kvbench.errors import BadInput
-from kvbench.observe import Observation
-from kvbench.policy import Need, Pins, Policy, param
-from kvbench.registry import register
 
 FLAT = 1e-12  # a reference channel with less spread says nothing about a token
 

@@ -8,10 +8,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy, param
+from kvbench.contract.registry import register
 from kvbench.errors import BadInput
-from kvbench.observe import Observation
-from kvbench.policy import Need, Pins, Policy, param
-from kvbench.registry import register
 
 
 @register("snapkv", source="arXiv:2404.14469")

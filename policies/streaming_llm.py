@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy, param
+from kvbench.contract.registry import register
 from kvbench.errors import BadInput
-from kvbench.observe import Observation
-from kvbench.policy import Pins, Policy, param
-from kvbench.registry import register
 
 
 @register("streaming_llm", source="arXiv:2309.17453")

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvbench.observe import Observation
-from kvbench.policy import Need, Policy
-from kvbench.registry import register
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy
+from kvbench.contract.registry import register
 
 
 @register("tova", source="arXiv:2401.06104")

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from kvbench.data import Dataset, rows
-from kvbench.policy import param
-from kvbench.registry import register_task
-from kvbench.task import Setting
+from kvbench.contract.data import Dataset, rows
+from kvbench.contract.policy import param
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Setting
 
 from .harness.base import Harness, Part
 from .harness.config import path_of, read

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.data import Dataset, Row, rows
+from kvbench.contract.data import Dataset, Row, rows
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Setting
 from kvbench.errors import BadInput
-from kvbench.registry import register_task
-from kvbench.task import Setting
 
 from .harness.base import Harness, Part
 from .harness.config import path_of, read

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.data import Dataset, rows
-from kvbench.registry import register_task
-from kvbench.task import Setting
+from kvbench.contract.data import Dataset, rows
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Setting
 
 from .harness.base import Harness, Part
 from .harness.border import WHOLE

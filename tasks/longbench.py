@@ -15,12 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvbench.data import Dataset, Row, rows
+from kvbench.contract.data import Dataset, Row, rows
+from kvbench.contract.metrics import Metric, add_metric
+from kvbench.contract.policy import param
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Sample, Setting
 from kvbench.errors import BadInput
-from kvbench.metrics import Metric, add_metric
-from kvbench.policy import param
-from kvbench.registry import register_task
-from kvbench.task import Sample, Setting
 
 from .harness.base import Harness, Part
 from .harness.config import path_of, read

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.data import Dataset, Row, check, rows
+from kvbench.contract.data import Dataset, Row, check, rows
+from kvbench.contract.policy import param
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Setting
 from kvbench.errors import BadInput, UnknownName
-from kvbench.policy import param
-from kvbench.registry import register_task
-from kvbench.task import Setting
 
 from .harness.base import Harness, Part, joined
 from .harness.config import path_of, read, tasks_folder

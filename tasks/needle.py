@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.registry import register_task
+from kvbench.contract.registry import register_task
 
 from .ruler.niah import SOURCE, Single1
 

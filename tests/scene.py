@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvbench.observe import Observation
-from kvbench.policy import Pins
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
 
 QUERY_HEADS, KV_HEADS, DIM = 8, 2, 8
 NO_PINS = Pins()

@@ -13,10 +13,10 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from kvbench.attention import install
-from kvbench.geometry import read_geometry
-from kvbench.models import LoadedModel
-from kvbench.prompt import end_of_turn
+from kvbench.model.geometry import read_geometry
+from kvbench.model.hook import install
+from kvbench.model.open import LoadedModel
+from kvbench.model.prompt import end_of_turn
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 8, 2, 16, 320
 SLIDING_WINDOW = 16

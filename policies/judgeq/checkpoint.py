@@ -12,9 +12,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvbench.contract.policy import TrainedFor
+from kvbench.contract.weights import file_state, replace_file
 from kvbench.errors import BadInput
-from kvbench.learned import file_state, replace_file
-from kvbench.policy import TrainedFor
 
 CARD, FITS = "card", "trained_for"
 

@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvbench.policy import TrainedFor
-from kvbench.results import check_writable
-from kvbench.trace import TraceSet
-from kvbench.training import Report, Trainer, commands
+from kvbench.contract.policy import TrainedFor
+from kvbench.learn.trace import TraceSet
+from kvbench.learn.training import Report, Trainer, commands
+from kvbench.store.results import check_writable
 
 from .checkpoint import SoftTokens, write_tokens
 from .curve import draw

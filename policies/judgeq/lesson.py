@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from kvbench.contract.attention_sums import attention_rows
 from kvbench.errors import BadInput, UnsupportedModel
-from kvbench.models import LoadedModel, open_model
-from kvbench.observe import attention_rows
-from kvbench.trace import Trace, TraceSet
+from kvbench.learn.trace import Trace, TraceSet
+from kvbench.model.open import LoadedModel, open_model
 
 
 @dataclass(frozen=True)

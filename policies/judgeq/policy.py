@@ -9,11 +9,13 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy, TrainedFor, param
+from kvbench.contract.registry import register
+from kvbench.contract.weights import find_weights
 from kvbench.errors import BadInput
-from kvbench.learned import find_weights
-from kvbench.observe import Observation
-from kvbench.policy import Need, Pins, Policy, TrainedFor, param
-from kvbench.registry import register
 
 from .checkpoint import SoftTokens, load
 

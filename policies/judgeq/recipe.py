@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvbench.errors import BadInput
-from kvbench.training import Split
+from kvbench.learn.training import Split
 
 
 @dataclass(frozen=True)
@@ -15,8 +15,8 @@ class TrainConfig:
     steps: updates; with 0 the file holds the initial rows. tokens: n. batch: traces per update. start: a
     text whose tokens' embeddings, repeated, are the initial rows; "vocabulary": rows of tokens drawn at
     random. split: where the response begins; the boundary is the end of the context, where compression
-    happens. lr of Adam, warmup and last_lr as in `kvbench.training.learning_rate`. checkpointing: compute
-    activations again when they are needed: less memory for long contexts or large models, more time.
+    happens. lr of Adam, warmup and last_lr as in `kvbench.learn.training.learning_rate`. checkpointing:
+    compute activations again when they are needed: less memory for long contexts or large models, more time.
     validation: share of the traces, the last ones, that only measure.
     """
 

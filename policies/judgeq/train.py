@@ -9,12 +9,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvbench.contract.eviction import eviction_cost
+from kvbench.contract.weights import restore_state, save_state
 from kvbench.errors import BadInput
-from kvbench.eviction import eviction_cost
-from kvbench.learned import restore_state, save_state
-from kvbench.models import LoadedModel
-from kvbench.trace import TraceSet, utilities
-from kvbench.training import draw_visits, held_out, learning_rate
+from kvbench.learn.trace import TraceSet, utilities
+from kvbench.learn.training import draw_visits, held_out, learning_rate
+from kvbench.model.open import LoadedModel
 
 from .lesson import Lesson, read_soft, save_memory
 from .recipe import TrainConfig

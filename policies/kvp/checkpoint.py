@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from kvbench.contract.weights import replace_file
 from kvbench.errors import BadInput
-from kvbench.learned import replace_file
 
 from .scorer import ScorerShape, ScorerWeights
 

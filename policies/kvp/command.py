@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from kvbench.errors import WorkersLost
-from kvbench.executors import Executor, Lost
-from kvbench.results import check_writable
-from kvbench.trace import TraceSet
-from kvbench.training import Report, Trainer, commands
+from kvbench.learn.trace import TraceSet
+from kvbench.learn.training import Report, Trainer, commands
+from kvbench.store.results import check_writable
+from kvbench.study.executors import Executor, Lost
 
 from .checkpoint import write_weights
 from .course import Lesson

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvbench.policy import Pins
-from kvbench.trace import TraceSet, utilities
-from kvbench.training import Split, draw_visits, held_out
+from kvbench.contract.pins import Pins
+from kvbench.learn.trace import TraceSet, utilities
+from kvbench.learn.training import Split, draw_visits, held_out
 
 from .recipe import TrainConfig
 from .scorer import PositionFeature, position_features

@@ -10,10 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from kvbench.learned import file_state, find_weights
-from kvbench.observe import Observation
-from kvbench.policy import Need, Pins, Policy, TrainedFor, param
-from kvbench.registry import register
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy, TrainedFor, param
+from kvbench.contract.registry import register
+from kvbench.contract.weights import file_state, find_weights
 
 from .checkpoint import read_weights
 from .scorer import ScorerShape, ScorerWeights, fast_scores, position_features

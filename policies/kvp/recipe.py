@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.config import parse_pins
+from kvbench.contract.pins import Pins, parse_pins
 from kvbench.errors import BadInput
-from kvbench.policy import Pins
-from kvbench.training import Split
+from kvbench.learn.training import Split
 
 from .objectives import BudgetWeighting, objective
 from .scorer import PositionFeature

@@ -15,9 +15,9 @@ import typer
 
 import kvbench
 from kvbench.errors import BadInput
-from kvbench.eviction_error import ErrorConfig, measure
-from kvbench.results import read_rows
-from kvbench.trace import TraceSet
+from kvbench.learn.eviction_error import ErrorConfig, measure
+from kvbench.learn.trace import TraceSet
+from kvbench.store.results import read_rows
 
 from .command import make_card, write
 from .course import Lesson

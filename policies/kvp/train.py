@@ -12,9 +12,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvbench.eviction import eviction_cost
-from kvbench.learned import restore_state, save_state
-from kvbench.training import learning_rate
+from kvbench.contract.eviction import eviction_cost
+from kvbench.contract.weights import restore_state, save_state
+from kvbench.learn.training import learning_rate
 
 from .course import Curriculum, Example, Lesson
 from .objectives import BudgetWeighting, Step, objective

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvbench.data import Dataset, Row, check
+from kvbench.contract.data import Dataset, Row, check
+from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
 from kvbench.errors import BadInput
-from kvbench.task import Answer, Sample, Samples, Setting, Task
 
 from .border import BEFORE
 from .config import Config

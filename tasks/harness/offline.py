@@ -16,10 +16,10 @@ import datasets
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 
-from kvbench.data import Row
+from kvbench.contract.data import Row
+from kvbench.contract.metrics import Metric, add_metric, is_known
+from kvbench.contract.task import Answer
 from kvbench.errors import BadInput
-from kvbench.metrics import Metric, add_metric, is_known
-from kvbench.task import Answer
 
 from .border import in_turns, marked, split
 from .config import SPLITS, Config, evaluated_split, fewshot_split

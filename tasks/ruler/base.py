@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
-from kvbench.config import fingerprint
+from kvbench.contract.identity import fingerprint
+from kvbench.contract.policy import param
+from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
 from kvbench.errors import BadInput
-from kvbench.policy import param
-from kvbench.task import Answer, Sample, Samples, Setting, Task
 
 from .fill import TooShort, fill
 

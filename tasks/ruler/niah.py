@@ -19,13 +19,13 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar, Literal
 
-from kvbench.config import fingerprint
-from kvbench.data import Dataset, filler
-from kvbench.data import rows as data_rows
+from kvbench.contract.data import Dataset, filler
+from kvbench.contract.data import rows as data_rows
+from kvbench.contract.identity import fingerprint
+from kvbench.contract.policy import param
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Setting
 from kvbench.errors import DataNotFound
-from kvbench.policy import param
-from kvbench.registry import register_task
-from kvbench.task import Setting
 
 from .base import Draft, Generator, Ruler, Text
 from .text import ADJECTIVES, LINE, NOUNS, compounds, noise, number, read_text, sentences, uuid4

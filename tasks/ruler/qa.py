@@ -26,12 +26,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.config import fingerprint
-from kvbench.data import Dataset, check, rows
+from kvbench.contract.data import Dataset, check, rows
+from kvbench.contract.identity import fingerprint
+from kvbench.contract.policy import param
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Answer, Sample, Setting
 from kvbench.errors import BadInput
-from kvbench.policy import param
-from kvbench.registry import register_task
-from kvbench.task import Answer, Sample, Setting
 
 from .base import Draft, Generator, Ruler, Text
 

@@ -21,9 +21,9 @@ import random
 import string
 from dataclasses import dataclass, replace
 
-from kvbench.policy import param
-from kvbench.registry import register_task
-from kvbench.task import Setting
+from kvbench.contract.policy import param
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Setting
 
 from .base import Draft, Generator, Ruler, Text
 from .text import LINE, noise

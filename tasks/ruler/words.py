@@ -19,10 +19,10 @@ from dataclasses import dataclass
 
 from scipy.special import zeta
 
-from kvbench.data import filler
-from kvbench.policy import param
-from kvbench.registry import register_task
-from kvbench.task import Setting
+from kvbench.contract.data import filler
+from kvbench.contract.policy import param
+from kvbench.contract.registry import register_task
+from kvbench.contract.task import Setting
 
 from .base import Draft, Generator, Ruler, Text
 from .text import ADJECTIVES, NOUNS, compounds

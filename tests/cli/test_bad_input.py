@@ -12,7 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvbench import cli, gguf, models
+from kvbench.cli import main as cli
+from kvbench.model import gguf
+from kvbench.model import open as models
 
 ROW = {"question": "is it", "answer": True, "passage": "It is."}
 BAD = [

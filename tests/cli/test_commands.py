@@ -16,12 +16,13 @@ import pytest
 from typer.testing import CliRunner
 
 import kvbench
-from kvbench import cli, runner
-from kvbench.aggregate import aggregate
-from kvbench.config import RunConfig
+from kvbench.cli import main as cli
+from kvbench.contract.registry import POLICIES, TASKS
 from kvbench.errors import DataNotFound
-from kvbench.registry import POLICIES, TASKS
-from kvbench.results import read_rows
+from kvbench.stats.aggregate import aggregate
+from kvbench.store.results import read_rows
+from kvbench.study import runner
+from kvbench.study.config import RunConfig
 from tests.store.synthetic import make_run
 
 RUN = ["run", "--policy", "snapkv:window=64,kernel=5,tova", "--policy", "oracle", "--task", "boolq",

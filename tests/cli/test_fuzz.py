@@ -11,11 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from kvbench import cli, runner
-from kvbench.aggregate import aggregate
-from kvbench.config import RunConfig
-from kvbench.results import read_rows
-from kvbench.spec import split_specs
+from kvbench.cli import main as cli
+from kvbench.contract.spec import split_specs
+from kvbench.stats.aggregate import aggregate
+from kvbench.store.results import read_rows
+from kvbench.study import runner
+from kvbench.study.config import RunConfig
 from tests.store.synthetic import make_run
 
 FUZZ = settings(

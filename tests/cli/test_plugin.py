@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvbench import check, cli, describe, registry
-from kvbench.policy import Policy
-from kvbench.registry import Registry
+from kvbench.audit import check
+from kvbench.cli import describe
+from kvbench.cli import main as cli
+from kvbench.contract import registry
+from kvbench.contract.policy import Policy
+from kvbench.contract.registry import Registry
 from tests.cli.conftest import write_distribution
 
 BROKEN = {

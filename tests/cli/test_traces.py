@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvbench import cli, models
+from kvbench.cli import main as cli
+from kvbench.learn.trace import TraceSet
+from kvbench.model import open as models
 from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.recipe import RECIPES, TrainConfig
-from kvbench.results import read_rows
-from kvbench.trace import TraceSet
+from kvbench.store.results import read_rows
 from tests.kvp import make
 
 COMMANDS = {

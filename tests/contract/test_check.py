@@ -14,14 +14,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvbench import check, registry
-from kvbench.check import Finding, check_policy
+from kvbench.audit import check
+from kvbench.audit.check import Finding, check_policy
+from kvbench.audit.specimen import PARTS, Specimen
+from kvbench.contract import registry
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy, param
+from kvbench.contract.registry import POLICIES, Registry, register
+from kvbench.engine.score import validated_score
 from kvbench.errors import PluginError, UnsupportedModel
-from kvbench.observe import Observation
-from kvbench.policy import Need, Policy, param
-from kvbench.registry import POLICIES, Registry, register
-from kvbench.score import validated_score
-from kvbench.specimen import PARTS, Specimen
 
 SMALL = [
     Specimen(1, 1, 1, torch.float32),

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.check import check_policy
+from kvbench.audit.check import check_policy
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy
+from kvbench.contract.registry import POLICIES, parameters
+from kvbench.engine.order import keep, rank
 from kvbench.errors import BadInput, PluginError
-from kvbench.observe import Observation
-from kvbench.policy import Need, Pins, Policy
-from kvbench.rank import keep, rank
-from kvbench.registry import POLICIES, parameters
 from tests.scene import KV_HEADS, ranked, scene
 
 SLOTS = 300  # enough for the partitions of lagkv's defaults

@@ -10,10 +10,9 @@ from typing import Any, Literal
 
 import pytest
 
-from kvbench import registry
-from kvbench.errors import BadInput, PluginError, UnknownName
-from kvbench.policy import Policy, param
-from kvbench.registry import (
+from kvbench.contract import registry
+from kvbench.contract.policy import Policy, param
+from kvbench.contract.registry import (
     POLICIES,
     TASKS,
     Registry,
@@ -23,6 +22,7 @@ from kvbench.registry import (
     spec_of,
     split_specs,
 )
+from kvbench.errors import BadInput, PluginError, UnknownName
 
 
 @dataclass(frozen=True)
@@ -199,9 +199,9 @@ def test_one_name_twice_is_a_collision_even_in_one_distribution(monkeypatch: pyt
     ("target", "reason"),
     [
         ("module_that_is_missing:A", "cannot be imported: ModuleNotFoundError"),
-        ("kvbench.policy:Nothing", "cannot be imported: AttributeError"),
-        ("kvbench.policy:Pins", "extends Policy"),
-        ("kvbench.policy:Policy", "decorate it with 'plugin'"),
+        ("kvbench.contract.policy:Nothing", "cannot be imported: AttributeError"),
+        ("kvbench.contract.policy:Pins", "extends Policy"),
+        ("kvbench.contract.policy:Policy", "decorate it with 'plugin'"),
     ],
 )
 def test_a_broken_plugin_is_listed_and_raises_when_asked_for(

@@ -13,11 +13,11 @@ from types import ModuleType
 
 import pytest
 
+from kvbench.contract.metrics import METRICS
+from kvbench.contract.registry import TASKS, parameters
+from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
 from kvbench.errors import BadInput, DataNotFound
-from kvbench.metrics import METRICS
-from kvbench.prompt import build_prompt, count_tokens, render_turns, token_ends
-from kvbench.registry import TASKS, parameters
-from kvbench.task import Answer, Sample, Samples, Setting, Task
+from kvbench.model.prompt import build_prompt, count_tokens, render_turns, token_ends
 from tests.tiny import tiny_tokenizer
 
 ROOT = Path(__file__).parents[2]

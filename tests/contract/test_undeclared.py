@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy
+from kvbench.engine.score import validated_score
 from kvbench.errors import PluginError
-from kvbench.observe import Observation
-from kvbench.policy import Need, Policy
-from kvbench.score import validated_score
 from tests.scene import scene
 
 READS: dict[str, tuple[Need, Callable[[Observation], Tensor]]] = {

@@ -22,8 +22,8 @@ from pathlib import Path
 import torch
 
 import kvbench
-from kvbench.results import stored_rows
-from kvbench.verify import verify
+from kvbench.audit.verify import verify
+from kvbench.store.results import stored_rows
 from tests.laws import toy
 from tests.tiny import tiny_model, tiny_tokenizer
 

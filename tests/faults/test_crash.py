@@ -14,10 +14,11 @@ import pytest
 from typer.testing import CliRunner
 
 import kvbench
-from kvbench import cli, manifest
+from kvbench.cli import main as cli
 from kvbench.errors import StoreError, UnsupportedModel
-from kvbench.results import Store
-from kvbench.trace import TraceSet, TraceWriter
+from kvbench.learn.trace import TraceSet, TraceWriter
+from kvbench.store import manifest
+from kvbench.store.results import Store
 from tests.laws import toy
 from tests.laws.runs import by_key, config, lines, python, recorded
 
@@ -61,7 +62,7 @@ def test_a_folder_that_cannot_be_written_is_refused_first(folder: str, tmp_path:
 
     with (
         patch.object(Path, "touch", refuse),
-        patch.object(kvbench.models, "open_model", side_effect=AssertionError("too late")),
+        patch.object(kvbench.model.open, "open_model", side_effect=AssertionError("too late")),
         pytest.raises(StoreError, match=rf"cannot write to .*{os.strerror(code)}.*--out"),
     ):
         kvbench.run(config(folder, tmp_path / "run", **FEW), progress=False)
@@ -165,7 +166,7 @@ def test_a_task_that_cannot_make_samples_is_named(folder: str, tmp_path: Path) -
 
 
 def test_files_that_fail_elsewhere_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvbench import results
+    from kvbench.store import results
 
     def full(*args: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/some/file")
@@ -179,7 +180,7 @@ def test_files_that_fail_elsewhere_are_one_line(monkeypatch: pytest.MonkeyPatch)
 def test_a_damaged_trace_is_named(tmp_path: Path) -> None:
     import torch
 
-    from kvbench.trace import TraceInfo
+    from kvbench.learn.trace import TraceInfo
 
     header = {"model": "m", "model_sha256": "0", "layers": 1, "kv_heads": 1, "head_dim": 2}
     writer = TraceWriter(tmp_path, header)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.interrupt import deferred_interrupt
+from kvbench.study.interrupt import deferred_interrupt
 from tests.laws.runs import by_key, config, lines, python, recorded
 
 # Ctrl-C once, and in a second folder twice, while the second sample of the second task is scored.
 PROGRAM = """
 import os, signal
 from typer.testing import CliRunner
-from kvbench import cli
+from kvbench.cli import main as cli
 from tests.laws import toy
 toy.add()
 score, left = toy.Toy.score, 0

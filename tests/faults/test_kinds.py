@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvbench import cli
-from kvbench.aggregate import aggregate
-from kvbench.prompt import build_prompt
-from kvbench.results import Store, read_rows
-from kvbench.table import render
-from kvbench.task import Sample
+from kvbench.cli import main as cli
+from kvbench.contract.task import Sample
+from kvbench.model.prompt import build_prompt
+from kvbench.show.table import render
+from kvbench.stats.aggregate import aggregate
+from kvbench.store.results import Store, read_rows
 from tests.laws.runs import config, recorded
 from tests.store.synthetic import row
 from tests.tiny import tiny_tokenizer

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from kvbench import gguf, models
 from kvbench.errors import BadInput, KvbenchError
-from kvbench.models import open_model
+from kvbench.model import gguf
+from kvbench.model import open as models
+from kvbench.model.open import open_model
 
 WEIGHTS = "model.safetensors"
 

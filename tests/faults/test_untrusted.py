@@ -11,14 +11,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbench import data, runner
-from kvbench.config import RunConfig
-from kvbench.data import Dataset, rows
+from kvbench.contract import data
+from kvbench.contract.data import Dataset, rows
+from kvbench.contract.registry import POLICIES, TASKS, register, register_task
 from kvbench.errors import BadInput, KvbenchError, PluginError
-from kvbench.models import OpenModel, open_model
-from kvbench.plan import Work, plan_task
-from kvbench.plot import file_name
-from kvbench.registry import POLICIES, TASKS, register, register_task
+from kvbench.model.open import OpenModel, open_model
+from kvbench.show.plot import file_name
+from kvbench.study import runner
+from kvbench.study.config import RunConfig
+from kvbench.study.plan import plan_task
+from kvbench.study.samples import Work
 from tests.laws import toy
 from tests.laws.runs import config, python, recorded
 

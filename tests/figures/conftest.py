@@ -7,4 +7,4 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def few_dots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.canvas.COMPACT", 30)
+    monkeypatch.setattr("kvbench.show.canvas.COMPACT", 30)

@@ -9,9 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench import grid
-from kvbench.figures import Request, figure_kind
-from kvbench.manifest import shown_data
+from kvbench.show import grid
+from kvbench.show.figures import Request, figure_kind
+from kvbench.store.manifest import shown_data
 from tests.figures.capture import unsaved
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -46,7 +46,7 @@ def test_the_page_shows_them_all() -> None:
 @pytest.mark.parametrize("name", ["budget-curves", "learned-kl"])  # the others are of the same rows
 def test_figures_of_runs_say_what_the_rows_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Means and counts; the intervals are left out, because they take long."""
-    monkeypatch.setattr("kvbench.aggregate.intervals", lambda items: [(np.nan, np.nan)] * len(items))
+    monkeypatch.setattr("kvbench.stats.aggregate.intervals", lambda items: [(np.nan, np.nan)] * len(items))
     paths = tuple(str(RESULTS / "reference" / folder) for folder in OF_RUNS[name])
     metrics = ("kl",) if name.endswith("-kl") else ()
     with unsaved(grid) as kept:

@@ -11,14 +11,15 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from kvbench import cli, figures, grid
-from kvbench.aggregate import aggregate
-from kvbench.curves import reads_better_in_logs
+from kvbench.cli import main as cli
 from kvbench.errors import BadInput, StoreError, UnknownName
-from kvbench.figures import Request, figure_kind, kinds
-from kvbench.panels import panels
-from kvbench.plot import looks_of, sections
-from kvbench.results import Store, read_rows
+from kvbench.show import figures, grid
+from kvbench.show.curves import reads_better_in_logs
+from kvbench.show.figures import Request, figure_kind, kinds
+from kvbench.show.plot import looks_of, sections
+from kvbench.stats.aggregate import aggregate
+from kvbench.stats.panels import panels
+from kvbench.store.results import Store, read_rows
 from tests.figures.capture import unsaved
 from tests.store.synthetic import STYLE, row
 

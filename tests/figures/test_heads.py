@@ -11,10 +11,10 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from kvbench import heads
+from kvbench.contract.eviction import eviction_cost
 from kvbench.errors import BadInput
-from kvbench.eviction import eviction_cost
-from kvbench.recorded_costs import averaged, budget_edges
+from kvbench.policies.kvp.figures import heads
+from kvbench.policies.kvp.figures.recorded_costs import averaged, budget_edges
 
 LAYERS, HEADS, SLOTS = 3, 2, 17
 

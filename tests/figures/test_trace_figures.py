@@ -12,17 +12,22 @@ import pandas as pd
 import pytest
 from typer.testing import CliRunner
 
-from kvbench import cli, cost_figures, head_figures, heads, models, rank_figures
+from kvbench.cli import main as cli
 from kvbench.errors import BadInput, KvbenchError, StoreError
-from kvbench.eviction_error import ErrorConfig, measure
-from kvbench.figures import Request, figure_kind
-from kvbench.manifest import shown_data
+from kvbench.learn.eviction_error import ErrorConfig, measure
+from kvbench.learn.ranked import RecordedRanker, boundary
+from kvbench.learn.trace import TraceSet
+from kvbench.model import open as models
 from kvbench.policies.kvp import study
-from kvbench.policies.kvp.figures import OBJECTIVES
+from kvbench.policies.kvp.figures import costs as cost_figures
+from kvbench.policies.kvp.figures import heads
+from kvbench.policies.kvp.figures import importance as head_figures
+from kvbench.policies.kvp.figures import rankings as rank_figures
+from kvbench.policies.kvp.figures.objectives import OBJECTIVES
 from kvbench.policies.kvp.scorer import ScorerShape
-from kvbench.ranked import RecordedRanker, boundary
-from kvbench.results import read_rows
-from kvbench.trace import TraceSet
+from kvbench.show.figures import Request, figure_kind
+from kvbench.store.manifest import shown_data
+from kvbench.store.results import read_rows
 from tests.figures.capture import unsaved
 from tests.kvp import make
 from tests.kvp.make import CONTEXT, DIM, KV_HEADS, LAYERS
@@ -44,7 +49,7 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("open_model", "load_model"):
         monkeypatch.setattr(models, name, refuse)
-    monkeypatch.setattr("kvbench.ranked.open_model", refuse)
+    monkeypatch.setattr("kvbench.learn.ranked.open_model", refuse)
 
 
 @pytest.fixture(scope="module")

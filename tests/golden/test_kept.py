@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.observe import Observation
-from kvbench.rank import keep, rank
-from kvbench.registry import POLICIES
+from kvbench.contract.observation import Observation
+from kvbench.contract.registry import POLICIES
+from kvbench.engine.order import keep, rank
 from tests.scene import DIM, KV_HEADS, QUERY_HEADS, scene
 
 FOLDER = Path(__file__).parent

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.models import LoadedModel
+from kvbench.learn.trace import TraceSet
+from kvbench.model.open import LoadedModel
 from kvbench.policies.judgeq.lesson import model_of
-from kvbench.trace import TraceSet
 from tests.judgeq import make
 
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvbench.collect import TraceConfig, collect
+from kvbench.contract.policy import TrainedFor
+from kvbench.learn.collect import TraceConfig, collect
+from kvbench.learn.trace import TraceSet
 from kvbench.policies.judgeq.checkpoint import SoftTokens, write_tokens
 from kvbench.policies.judgeq.recipe import TrainConfig
-from kvbench.policy import TrainedFor
-from kvbench.trace import TraceSet
 from tests.kvp.make import model_folder, story_added
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS
 

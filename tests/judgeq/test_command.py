@@ -10,17 +10,19 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvbench import cli
-from kvbench.cache import Cache
-from kvbench.collect import TraceConfig, _samples, answered
-from kvbench.loop import Ranker, Ranking, read, read_and_rank
-from kvbench.models import LoadedModel, open_model
-from kvbench.observe import Observation
+from kvbench.cli import main as cli
+from kvbench.contract.observation import Observation
+from kvbench.engine.cache import Cache
+from kvbench.engine.forward import read
+from kvbench.engine.passes import read_and_rank
+from kvbench.engine.ranking import Ranker, Ranking
+from kvbench.learn.collect import TraceConfig, _samples, answered
+from kvbench.learn.ranked import probe_trace
+from kvbench.learn.trace import TraceSet
+from kvbench.model.open import LoadedModel, open_model
+from kvbench.model.prompt import Continuation, Prompt
 from kvbench.policies.judgeq.policy import JudgeQ
-from kvbench.probe import probe_trace
-from kvbench.prompt import Continuation, Prompt
-from kvbench.results import read_rows
-from kvbench.trace import TraceSet
+from kvbench.store.results import read_rows
 from tests.judgeq import make
 from tests.kvp.make import story_added
 

@@ -10,14 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvbench.cache import Cache
+from kvbench.contract.observation import Observation, Probed
+from kvbench.contract.pins import Pins
+from kvbench.contract.registry import POLICIES
+from kvbench.engine.cache import Cache
+from kvbench.engine.passes import read_and_rank
+from kvbench.engine.ranking import Ranker, Ranking
 from kvbench.errors import BadInput
-from kvbench.loop import Ranker, Ranking, read_and_rank
-from kvbench.observe import Observation, Probed
 from kvbench.policies.judgeq.policy import JudgeQ
 from kvbench.policies.tova import TOVA
-from kvbench.policy import Pins
-from kvbench.registry import POLICIES
 from tests.judgeq import make
 from tests.laws.lab import loaded, words
 from tests.scene import DIM, KV_HEADS, QUERY_HEADS, scene

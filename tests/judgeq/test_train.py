@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from kvbench.errors import BadInput
-from kvbench.models import LoadedModel
+from kvbench.learn.trace import TraceSet
+from kvbench.model.open import LoadedModel
 from kvbench.policies.judgeq import train as training
 from kvbench.policies.judgeq.lesson import Lesson, model_of, read_soft, save_memory
 from kvbench.policies.judgeq.recipe import RECIPES, TrainConfig
 from kvbench.policies.judgeq.train import initial_rows, train
-from kvbench.trace import TraceSet
 from tests.judgeq import make
 from tests.judgeq.make import QUICK
 from tests.tiny import LAYERS, tiny_model
@@ -46,7 +46,7 @@ def test_only_the_soft_rows_learn(lm: LoadedModel, lesson: Lesson) -> None:
 
 def test_the_gradient_is_that_of_the_whole_sequence(traces: TraceSet, tmp_path: Path) -> None:
     """A plain model reads context, soft tokens and response; nothing is recorded, cut or kept constant."""
-    from kvbench.task import Setting
+    from kvbench.contract.task import Setting
     from tests.kvp.make import Story
     from tests.tiny import tiny_tokenizer
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbench.trace import TraceSet
+from kvbench.learn.trace import TraceSet
 from tests.kvp import make
 
 

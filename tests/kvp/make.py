@@ -13,13 +13,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from kvbench.contract.policy import param
+from kvbench.contract.registry import TASKS, register_task
+from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
+from kvbench.learn.trace import TraceInfo, TraceSet, TraceWriter
 from kvbench.policies.kvp.checkpoint import write_weights
 from kvbench.policies.kvp.recipe import TrainConfig
 from kvbench.policies.kvp.scorer import ScorerShape, ScorerWeights
-from kvbench.policy import param
-from kvbench.registry import TASKS, register_task
-from kvbench.task import Answer, Sample, Samples, Setting, Task
-from kvbench.trace import TraceInfo, TraceSet, TraceWriter
 from tests.tiny import tiny_model, tiny_tokenizer
 
 LAYERS, KV_HEADS, GROUP, DIM = 2, 2, 2, 8

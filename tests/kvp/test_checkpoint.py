@@ -12,11 +12,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from kvbench.contract.registry import POLICIES
 from kvbench.errors import BadInput
 from kvbench.policies.kvp import policy
 from kvbench.policies.kvp.checkpoint import read_weights, write_weights
 from kvbench.policies.kvp.scorer import ScorerShape, scores
-from kvbench.registry import POLICIES
 from tests.kvp.make import random_weights, weights_file
 
 SHAPE = ScorerShape(layers=2, kv_heads=2, dim=4, hidden=6, position="sinusoidal")

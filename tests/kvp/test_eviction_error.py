@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench import models
-from kvbench.aggregate import aggregate
-from kvbench.compare import paired
+from kvbench.contract.attention_sums import attention_rows
 from kvbench.errors import BadInput, StoreError, UnknownName
-from kvbench.eviction_error import ErrorConfig, measure
-from kvbench.observe import attention_rows
+from kvbench.learn.eviction_error import ErrorConfig, measure
+from kvbench.learn.trace import TraceSet, utilities
+from kvbench.model import open as models
 from kvbench.policies.kvp.scorer import ScorerShape, ScorerWeights, scores
-from kvbench.results import read_rows
-from kvbench.trace import TraceSet, utilities
+from kvbench.stats.aggregate import aggregate
+from kvbench.stats.compare import paired
+from kvbench.store.results import read_rows
 from tests.kvp import make
 from tests.kvp.make import CONTEXT, DIM, KV_HEADS, LAYERS
 

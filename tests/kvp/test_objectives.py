@@ -10,8 +10,8 @@ import torch
 from scipy.stats import chisquare
 from torch import Tensor
 
+from kvbench.contract.eviction import eviction_cost
 from kvbench.errors import BadInput, UnknownName
-from kvbench.eviction import eviction_cost
 from kvbench.policies.kvp.objectives import (
     OBJECTIVES,
     BudgetWeighting,

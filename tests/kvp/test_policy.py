@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 import kvbench
-from kvbench import models
-from kvbench.collect import TraceConfig, collect
+from kvbench.contract.observation import Observation
+from kvbench.contract.registry import POLICIES
 from kvbench.errors import BadInput
-from kvbench.models import open_model
-from kvbench.observe import Observation
+from kvbench.learn.collect import TraceConfig, collect
+from kvbench.model import open as models
+from kvbench.model.open import open_model
 from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.command import TRAINER
 from kvbench.policies.kvp.policy import KVP
 from kvbench.policies.kvp.scorer import ScorerShape, position_features, scores
-from kvbench.registry import POLICIES
 from tests.kvp import make
 from tests.laws.lab import CHUNK, cells_of, loaded, prompt_of, try_out
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS

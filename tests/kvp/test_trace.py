@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from kvbench import trace
-from kvbench.collect import TraceConfig, collect
 from kvbench.errors import BadInput, StoreError
-from kvbench.models import OpenModel
-from kvbench.plan import Work
-from kvbench.prompt import Prompt
-from kvbench.trace import TraceSet
+from kvbench.learn import trace
+from kvbench.learn.collect import TraceConfig, collect
+from kvbench.learn.trace import TraceSet
+from kvbench.model.open import OpenModel
+from kvbench.model.prompt import Prompt
+from kvbench.study.samples import Work
 from tests.kvp.make import model_folder
 from tests.laws.lab import FOREVER, _slow_attention
 from tests.tiny import KV_HEADS, LAYERS, tiny_model

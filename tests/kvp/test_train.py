@@ -14,10 +14,12 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvbench import cli
+from kvbench.cli import main as cli
+from kvbench.contract.eviction import eviction_cost
+from kvbench.contract.pins import Pins
 from kvbench.errors import BadInput, UnknownName, WorkersLost
-from kvbench.eviction import eviction_cost
-from kvbench.executors import Hold, Local, Lost, Work
+from kvbench.learn.trace import TraceSet, utilities
+from kvbench.learn.training import LEAST, learning_rate
 from kvbench.policies.kvp import command
 from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.course import Curriculum, Lesson
@@ -25,9 +27,7 @@ from kvbench.policies.kvp.objectives import OBJECTIVES, BudgetWeighting, Step, o
 from kvbench.policies.kvp.recipe import RECIPES, TrainConfig
 from kvbench.policies.kvp.scorer import ScorerWeights, scores
 from kvbench.policies.kvp.train import clip_each_agent, standardise, train, validation_cost
-from kvbench.policy import Pins
-from kvbench.trace import TraceSet, utilities
-from kvbench.training import LEAST, learning_rate
+from kvbench.study.executors import Hold, Local, Lost, Work
 from tests.kvp import make
 from tests.kvp.make import KV_HEADS, LAYERS, QUICK
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.trace import utilities
+from kvbench.learn.trace import utilities
 
 SCALING = 0.37
 

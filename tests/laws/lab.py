@@ -17,17 +17,17 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-import kvbench.evaluate as engine
-from kvbench import loop
-from kvbench.cache import Cache
-from kvbench.config import Cell
-from kvbench.evaluate import Evaluated, Failure, Measurement, evaluate
-from kvbench.loop import Ranker, Target
-from kvbench.models import LoadedModel
-from kvbench.policy import Pins
-from kvbench.prompt import Continuation, Prompt
-from kvbench.registry import POLICIES
-from kvbench.task import Sample
+import kvbench.engine.evaluate as engine
+from kvbench.contract.cell import Cell
+from kvbench.contract.pins import Pins
+from kvbench.contract.registry import POLICIES
+from kvbench.contract.task import Sample
+from kvbench.engine import compress as loop
+from kvbench.engine.cache import Cache
+from kvbench.engine.evaluate import Evaluated, Failure, Measurement, evaluate
+from kvbench.engine.ranking import Ranker, Target
+from kvbench.model.open import LoadedModel
+from kvbench.model.prompt import Continuation, Prompt
 from tests.tiny import KV_HEADS, LAYERS, tiny_loaded, tiny_model
 
 

@@ -12,8 +12,8 @@ from typing import Any
 from unittest.mock import patch
 
 import kvbench
-from kvbench.models import LoadedModel, OpenModel
-from kvbench.runner import RunResult
+from kvbench.model.open import LoadedModel, OpenModel
+from kvbench.study.runner import RunResult
 from tests.laws.lab import Forward, watched
 
 ROOT = Path(kvbench.__file__).parent.parent

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.answer import Asked, answer_rows
-from kvbench.cache import Cache, Kept
-from kvbench.loop import read
-from kvbench.prompt import Continuation, Prompt
+from kvbench.engine.answer import Asked, answer_rows
+from kvbench.engine.cache import Cache, Kept
+from kvbench.engine.forward import read
+from kvbench.model.prompt import Continuation, Prompt
 from tests.laws.lab import (
     CHUNK,
     SCHEDULES,

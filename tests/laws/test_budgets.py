@@ -8,10 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.config import Cell
-from kvbench.loop import Ranker, Target, compress_in_chunks
-from kvbench.observe import Observation
-from kvbench.policy import Pins, Policy
+from kvbench.contract.cell import Cell
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy
+from kvbench.engine.compress import compress_in_chunks
+from kvbench.engine.ranking import Ranker, Target
 from tests.laws.lab import (
     CHUNK,
     SCHEDULES,

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import kvbench.evaluate as engine
-from kvbench import loop
-from kvbench.cache import Bucket, Cache
-from kvbench.config import Cell
+import kvbench.engine.evaluate as engine
+from kvbench.contract.cell import Cell
+from kvbench.engine import compress as loop
+from kvbench.engine.cache import Bucket, Cache
 from tests.laws.lab import (
     BUDGETS,
     CHUNK,

@@ -10,11 +10,13 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from kvbench.config import Cell
-from kvbench.loop import Ranker
-from kvbench.observe import Observation, draw_key, uniform_at
-from kvbench.policy import Pins, Policy
-from kvbench.rank import keep, rank
+from kvbench.contract.cell import Cell
+from kvbench.contract.draws import draw_key, uniform_at
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy
+from kvbench.engine.order import keep, rank
+from kvbench.engine.ranking import Ranker
 from tests.laws.lab import (
     CHUNK,
     SCHEDULES,

@@ -8,11 +8,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvbench import answer as engine
-from kvbench import write
-from kvbench.models import LoadedModel
-from kvbench.prompt import Continuation, Prompt
-from kvbench.tree import Tree
+from kvbench.engine import answer as engine
+from kvbench.engine import write
+from kvbench.engine.tree import Tree
+from kvbench.model.open import LoadedModel
+from kvbench.model.prompt import Continuation, Prompt
 from tests.laws.lab import (
     BUDGETS,
     SCHEDULES,

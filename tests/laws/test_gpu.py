@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.flops import matmul_rate
-from kvbench.models import open_model
-from kvbench.stages import run_stages
+from kvbench.audit.speed.flops import matmul_rate
+from kvbench.audit.speed.stages import run_stages
+from kvbench.model.open import open_model
 from tests.laws import toy
 from tests.laws.lab import SCHEDULES, SPECS, cells_of, prompt_of, ranker_of, try_out
 from tests.laws.runs import config

@@ -10,12 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.config import Cell
+from kvbench.contract.cell import Cell
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy
+from kvbench.engine.evaluate import Failure
+from kvbench.engine.ranking import Ranker
 from kvbench.errors import UnsupportedModel
-from kvbench.evaluate import Failure
-from kvbench.loop import Ranker
-from kvbench.observe import Observation
-from kvbench.policy import Need, Pins, Policy
 from tests.laws.lab import (
     BUDGETS,
     CHUNK,
@@ -67,7 +69,7 @@ def same(a, b):
     return all(torch.equal(a[name], b[name]) for name in a)
 before, clean = outputs(early), state()
 
-import kvbench, kvbench.runner, kvbench.evaluate, kvbench.attention
+import kvbench, kvbench.study.runner, kvbench.engine.evaluate, kvbench.engine.attention
 found = {"import": same(before, outputs(early)) and clean == state()}
 
 from tests.laws import toy

@@ -11,12 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.cache import Cache
-from kvbench.config import Cell
-from kvbench.loop import Ranker, Ranking, Target, evict, rank_stored, read_and_rank
-from kvbench.observe import Observation
-from kvbench.policy import Need, Pins, Policy
-from kvbench.registry import POLICIES
+from kvbench.contract.cell import Cell
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy
+from kvbench.contract.registry import POLICIES
+from kvbench.engine.cache import Cache
+from kvbench.engine.passes import rank_stored, read_and_rank
+from kvbench.engine.ranking import Ranker, Ranking, Target
+from kvbench.engine.selection import evict
 from tests.laws.lab import (
     SCHEDULES,
     SPECS,

@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kvbench import write
-from kvbench.attention import Pass
-from kvbench.evaluate import evaluate
+from kvbench.engine import write
+from kvbench.engine.attention import Pass
+from kvbench.engine.evaluate import evaluate
 from tests.laws.lab import KEY, SCHEDULES, SPECS, N, cells_of, loaded, prompt_of, sample_of
 from tests.tiny import LAYERS
 
@@ -131,8 +131,8 @@ def test_the_count_counts() -> None:
 
 def test_a_wait_in_a_policy_is_seen() -> None:
     """The old way of checking scores would be found."""
-    from kvbench import loop
-    from kvbench.score import score_and_flag
+    from kvbench.engine import compress as loop
+    from kvbench.engine.score import score_and_flag
 
     def eager(*args: Any) -> Any:
         score, finite = score_and_flag(*args)

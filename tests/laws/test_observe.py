@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench import observe
-from kvbench.eviction import eviction_cost, missed_mass
-from kvbench.observe import attention_rows, streamed_sums
+from kvbench.contract import observation as observe
+from kvbench.contract.attention_sums import attention_rows, streamed_sums
+from kvbench.contract.eviction import eviction_cost, missed_mass
 from tests.laws.lab import SPECS, cells_of, loaded, prompt_of, trial, try_out
 from tests.scene import KV_HEADS, QUERY_HEADS, scene
 from tests.tiny import ARCHS, tiny_model

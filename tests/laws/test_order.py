@@ -7,8 +7,8 @@ from unittest.mock import patch
 
 import pytest
 
-import kvbench.evaluate as engine
-from kvbench.config import Cell
+import kvbench.engine.evaluate as engine
+from kvbench.contract.cell import Cell
 from tests.laws.lab import (
     BUDGETS,
     SCHEDULES,

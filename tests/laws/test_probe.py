@@ -14,18 +14,22 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvbench.evaluate as engine
-from kvbench.cache import Cache
-from kvbench.check import check_policy
-from kvbench.config import Cell
+import kvbench.engine.evaluate as engine
+from kvbench.audit.check import check_policy
+from kvbench.audit.speed.flops import prefill_flops
+from kvbench.audit.speed.stages import run_stages
+from kvbench.contract.cell import Cell
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy, param
+from kvbench.contract.registry import POLICIES, register
+from kvbench.engine.cache import Cache
+from kvbench.engine.evaluate import Failure, evaluate
+from kvbench.engine.forward import read
+from kvbench.engine.passes import read_and_rank
+from kvbench.engine.ranking import Ranker, Ranking
 from kvbench.errors import PluginError
-from kvbench.evaluate import Failure, evaluate
-from kvbench.flops import prefill_flops
-from kvbench.loop import Ranker, Ranking, read, read_and_rank
-from kvbench.observe import Observation
-from kvbench.policy import Need, Pins, Policy, param
-from kvbench.registry import POLICIES, register
-from kvbench.stages import run_stages
 from tests.laws.lab import (
     BUDGETS,
     CHUNK,
@@ -118,7 +122,7 @@ def test_their_attention_is_the_plain_models(arch: str) -> None:
         shown[seen.layer] = seen
         return seen.positions.float(), torch.tensor(True)
 
-    with patch("kvbench.loop.score_and_flag", spy):
+    with patch("kvbench.engine.compress.score_and_flag", spy):
         prefilled(arch, [ranker()])
     assert list(shown) == list(loaded(arch).geometry.full_layers)
     model = plain(arch)
@@ -174,7 +178,7 @@ def test_equal_tokens_are_read_once() -> None:
     specs = ("peek", "peek:power=2", "peek:seed=1", "knorm")
     lm = loaded("llama")
     clock = SimpleNamespace(perf_counter=itertools.count(step=1000).__next__)
-    with embedded_forwards(lm.model) as found, patch("kvbench.probe.time", clock):
+    with embedded_forwards(lm.model) as found, patch("kvbench.engine.probe.time", clock):
         done = try_out(lm, prompt_of(), cells_of(specs, BUDGETS))
     assert found == [(1, N), (1, N)]
     for cell in done.cells:  # a pass takes 1000 s by this clock, and each of its policies is told all of it

@@ -11,13 +11,13 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.attention import install
-from kvbench.config import Cell
-from kvbench.geometry import read_geometry
-from kvbench.loop import Ranker
-from kvbench.models import LoadedModel
-from kvbench.policy import Pins
-from kvbench.registry import POLICIES
+from kvbench.contract.cell import Cell
+from kvbench.contract.pins import Pins
+from kvbench.contract.registry import POLICIES
+from kvbench.engine.ranking import Ranker
+from kvbench.model.geometry import read_geometry
+from kvbench.model.hook import install
+from kvbench.model.open import LoadedModel
 from tests.laws import lab
 from tests.laws.lab import SPECS, Trial, prompt_of, same_positions, try_out
 from tests.tiny import tiny_tokenizer

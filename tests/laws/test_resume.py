@@ -10,8 +10,8 @@ from pandas.testing import assert_frame_equal
 
 import kvbench
 from kvbench.errors import StoreError
-from kvbench.models import OpenModel
-from kvbench.results import read_rows
+from kvbench.model.open import OpenModel
+from kvbench.store.results import read_rows
 from tests.laws.runs import by_key, config, lines, python, recorded
 from tests.laws.toy import KILL
 
@@ -25,7 +25,7 @@ CELLS = 7  # three policies at two budgets, and full
 
 
 @pytest.fixture(scope="module")
-def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, kvbench.runner.RunResult]:
+def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, kvbench.RunResult]:
     """An uninterrupted run: two tasks of four samples."""
     from tests.laws import toy
 
@@ -34,10 +34,10 @@ def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
         return out, recorded(config(folder, out))[0]
 
 
-Whole = tuple[Path, kvbench.runner.RunResult]
+Whole = tuple[Path, kvbench.RunResult]
 
 
-def assert_same_table(one: kvbench.runner.RunResult, other: kvbench.runner.RunResult) -> None:
+def assert_same_table(one: kvbench.RunResult, other: kvbench.runner.RunResult) -> None:
     """All aggregates but those of times, whatever the folder is called."""
     tables = [
         found.table[~found.table["metric"].str.endswith("_s")].drop(columns="run", errors="ignore")

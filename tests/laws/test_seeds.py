@@ -8,8 +8,8 @@ import pytest
 
 import kvbench
 from kvbench.errors import BadInput
-from kvbench.manifest import read_manifest
-from kvbench.runner import _default_folder
+from kvbench.store.manifest import read_manifest
+from kvbench.study.runner import _default_folder
 from tests.laws.runs import by_key, config, lines, recorded
 
 FEW = {"policies": ("random", "knorm"), "tasks": ("laws_toy",), "budgets": (8,)}

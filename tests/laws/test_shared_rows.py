@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.cache import Cache
-from kvbench.config import Cell
-from kvbench.evaluate import Failure
-from kvbench.loop import Ranker, Ranking, Target, evict, read
-from kvbench.observe import Observation
-from kvbench.policy import Pins, Policy
+from kvbench.contract.cell import Cell
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy
+from kvbench.engine.cache import Cache
+from kvbench.engine.evaluate import Failure
+from kvbench.engine.forward import read
+from kvbench.engine.ranking import Ranker, Ranking, Target
+from kvbench.engine.selection import evict
 from tests.laws.lab import N, held, loaded, prompt_of, same_positions, try_out, words
 from tests.tiny import KV_HEADS, LAYERS
 

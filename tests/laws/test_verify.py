@@ -13,18 +13,18 @@ import pytest
 from typer.testing import CliRunner
 
 import kvbench
-from kvbench import cli
-from kvbench.aggregate import aggregate
-from kvbench.config import IDENTITY, IN_MANIFEST
+from kvbench.audit.rerun import rerun
+from kvbench.audit.verify import verify
+from kvbench.cli import main as cli
+from kvbench.contract.identity import IDENTITY, IN_MANIFEST
 from kvbench.errors import BadInput, StoreError
-from kvbench.manifest import MANIFEST
-from kvbench.models import OpenModel
-from kvbench.plan import Work
-from kvbench.plot import plot
-from kvbench.rerun import rerun
-from kvbench.results import ROWS, read_rows
-from kvbench.table import render
-from kvbench.verify import verify
+from kvbench.model.open import OpenModel
+from kvbench.show.plot import plot
+from kvbench.show.table import render
+from kvbench.stats.aggregate import aggregate
+from kvbench.store.manifest import MANIFEST
+from kvbench.store.results import ROWS, read_rows
+from kvbench.study.samples import Work
 from tests.laws import toy
 from tests.laws.runs import config, lines, recorded
 
@@ -174,9 +174,9 @@ def test_sources_that_changed_are_named(run: Path) -> None:
 
 
 def test_the_identity_of_a_row_is_what_the_runner_hashes(run: Path, folder: str) -> None:
-    from kvbench.models import open_model
-    from kvbench.plan import plan_task
-    from kvbench.registry import TASKS
+    from kvbench.contract.registry import TASKS
+    from kvbench.model.open import open_model
+    from kvbench.study.plan import plan_task
 
     settings = config(folder, run)
     plan = plan_task(settings, TASKS.parse("laws_toy"), [])

@@ -12,10 +12,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from kvbench.observe import Observation
-from kvbench.policy import Policy, param
-from kvbench.registry import POLICIES, TASKS, register, register_task
-from kvbench.task import Answer, Sample, Samples, Setting, Task
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy, param
+from kvbench.contract.registry import POLICIES, TASKS, register, register_task
+from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
 
 KILL = "KVBENCH_LAWS_KILL"  # "kind/sample": the process dies when it scores that sample
 COUNT = 4

@@ -13,16 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.models import LoadedModel
-from kvbench.observe import Observation
+from kvbench.contract.observation import Observation
+from kvbench.contract.pins import Pins
+from kvbench.contract.policy import Policy
+from kvbench.engine.order import keep, rank
+from kvbench.model.open import LoadedModel
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import KNorm
 from kvbench.policies.lagkv import LagKV
 from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.streaming_llm import StreamingLLM
 from kvbench.policies.tova import TOVA
-from kvbench.policy import Pins, Policy
-from kvbench.rank import keep, rank
 
 pytestmark = pytest.mark.model
 

@@ -12,7 +12,9 @@ from collections.abc import Callable
 
 import pytest
 
-from kvbench.observe import Observation, streamed_sums
+from kvbench.contract.attention_sums import streamed_sums
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy
 from kvbench.policies.keydiff import KeyDiff
 from kvbench.policies.knorm import KNorm
 from kvbench.policies.lagkv import LagKV
@@ -21,7 +23,6 @@ from kvbench.policies.random import Random
 from kvbench.policies.snapkv import SnapKV
 from kvbench.policies.streaming_llm import StreamingLLM
 from kvbench.policies.tova import TOVA
-from kvbench.policy import Policy
 from tests.scene import KV_HEADS, QUERY_HEADS, ranked, scene
 
 GROUP = QUERY_HEADS // KV_HEADS

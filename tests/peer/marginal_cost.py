@@ -20,18 +20,20 @@ from unittest.mock import patch
 
 import torch
 
-import kvbench.evaluate as engine
-from kvbench.attention import Layer
-from kvbench.cache import Cache
-from kvbench.config import RunConfig
-from kvbench.loop import Ranker, Ranking, read
-from kvbench.models import LoadedModel, OpenModel, open_model
-from kvbench.observe import Observation
-from kvbench.plan import TaskPlan, Work, plan_task
-from kvbench.prompt import Prompt
-from kvbench.rank import rank
-from kvbench.registry import POLICIES, TASKS
-from kvbench.task import Sample
+import kvbench.engine.evaluate as engine
+from kvbench.contract.observation import Observation
+from kvbench.contract.registry import POLICIES, TASKS
+from kvbench.contract.task import Sample
+from kvbench.engine.attention import Layer
+from kvbench.engine.cache import Cache
+from kvbench.engine.forward import read
+from kvbench.engine.order import rank
+from kvbench.engine.ranking import Ranker, Ranking
+from kvbench.model.open import LoadedModel, OpenModel, open_model
+from kvbench.model.prompt import Prompt
+from kvbench.study.config import RunConfig
+from kvbench.study.plan import TaskPlan, plan_task
+from kvbench.study.samples import Work
 
 HEURISTICS = ("random", "streaming_llm", "knorm", "keydiff", "lagkv", "tova", "snapkv")
 ONE_MORE = "snapkv:window=16,kernel=5"

@@ -89,9 +89,9 @@ def since(started: tuple[float, float]) -> tuple[float, float]:
 def run_kvbench(work: Work) -> dict[str, Any]:
     """An ordinary run, without the seconds that it takes to import libraries and to load the weights."""
     import kvbench
-    import kvbench.evaluate
+    import kvbench.engine.evaluate
     import kvbench.runner
-    from kvbench.models import OpenModel, open_model
+    from kvbench.model.open import OpenModel, open_model
 
     open_model(work.model, "cpu", "float32")  # imports transformers
     load = OpenModel.load
@@ -128,11 +128,11 @@ def run_kvbench(work: Work) -> dict[str, Any]:
 
 def prompts(work: Work) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
     """Our samples with our ids of context and question, which kvpress must read, too."""
-    from kvbench.config import RunConfig
-    from kvbench.models import open_model
-    from kvbench.plan import Work as Planned
-    from kvbench.plan import plan_task
-    from kvbench.registry import TASKS
+    from kvbench.contract.registry import TASKS
+    from kvbench.model.open import open_model
+    from kvbench.study.config import RunConfig
+    from kvbench.study.plan import plan_task
+    from kvbench.study.samples import Work as Planned
 
     config = RunConfig(work.policies, (work.task,), work.budgets, limit=work.prompts, model=work.model)
     opened = open_model(work.model, "cpu", "float32")
@@ -143,7 +143,7 @@ def prompts(work: Work) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
 
 def run_kvpress(work: Work) -> dict[str, Any]:
     """One pass of kvpress' own pipeline per policy, budget and prompt, on stock attention."""
-    from kvbench.models import open_model
+    from kvbench.model.open import open_model
 
     given = prompts(work)
     folder = open_model(work.model, "cpu", "float32").folder

@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from kvbench.results import Store
+from kvbench.store.results import Store
 from tests.store.synthetic import STYLE, TASKS, make_run, row
 
 VOID = {"meta", "input", "br", "link", "img", "hr"}

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from kvbench.plot import sections
-from kvbench.report.best import ahead_of_full, answer, best_of, doubts
-from kvbench.report.matrix import matrices
-from kvbench.report.panel import Panel, panels_of
-from kvbench.report.pins import effects, shares
-from kvbench.results import read_rows
-from kvbench.significance import holm, mcnemar
+from kvbench.show.plot import sections
+from kvbench.show.report.best import ahead_of_full, answer, best_of, doubts
+from kvbench.show.report.matrix import matrices
+from kvbench.show.report.panel import Panel, panels_of
+from kvbench.show.report.pins import effects, shares
+from kvbench.stats.significance import holm, mcnemar
+from kvbench.store.results import read_rows
 from tests.report.made import make_rows, row
 
 N = 40

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbench.report import report
+from kvbench.show.report import report
 from tests.report.browser import REQUIRED, Browser, installed
 from tests.report.made import HOSTILE, make_rows, make_run, row
 

@@ -9,14 +9,14 @@ import pytest
 import scipy.stats
 from matplotlib.colors import to_rgb
 
-from kvbench.plot import sections
-from kvbench.report.chart import BOTTOM, HEIGHT, LEFT, TOP, chart_of
-from kvbench.report.look import CONTRAST, DARK, looks, luminance, on_dark, outline
-from kvbench.report.panel import Panel, panels_of
-from kvbench.report.relation import cells_table, relations, spearman
-from kvbench.report.scale import budget_scale, scale_of
-from kvbench.results import read_rows
-from kvbench.style import MARKERS, PALETTE
+from kvbench.show.plot import sections
+from kvbench.show.report.chart import BOTTOM, HEIGHT, LEFT, TOP, chart_of
+from kvbench.show.report.look import CONTRAST, DARK, looks, luminance, on_dark, outline
+from kvbench.show.report.panel import Panel, panels_of
+from kvbench.show.report.relation import cells_table, relations, spearman
+from kvbench.show.report.scale import budget_scale, scale_of
+from kvbench.show.style import MARKERS, PALETTE
+from kvbench.store.results import read_rows
 from tests.report.made import make_run
 from tests.store.synthetic import BUDGETS
 

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from kvbench import cli
-from kvbench.aggregate import aggregate
+from kvbench.audit.verify import verify
+from kvbench.cli import main as cli
 from kvbench.errors import BadInput, StoreError
-from kvbench.report import report
-from kvbench.report.numbers import read
-from kvbench.report.page import render
-from kvbench.results import read_rows
-from kvbench.table import number
-from kvbench.verify import verify
+from kvbench.show.report import report
+from kvbench.show.report.numbers import read
+from kvbench.show.report.page import render
+from kvbench.show.table import number
+from kvbench.stats.aggregate import aggregate
+from kvbench.store.results import read_rows
 from tests.report.made import HOSTILE, STYLE, Seen, make_rows, make_run, row, seen
 from tests.store.synthetic import BUDGETS, POLICIES
 
@@ -234,9 +234,9 @@ def test_the_command_and_its_refusals(small: Path, tmp_path: Path) -> None:
 
 def test_neither_torch_nor_the_engine_is_imported(small: Path, tmp_path: Path) -> None:
     code = (
-        "import sys; from kvbench.report import report\n"
+        "import sys; from kvbench.show.report import report\n"
         f"report({str(small)!r}, {str(tmp_path / 'page.html')!r})\n"
-        "bad = {'torch', 'transformers', 'lm_eval', 'matplotlib.pyplot', 'kvbench.loop', 'kvbench.runner'}\n"
+        "bad = {'torch', 'transformers', 'lm_eval', 'matplotlib.pyplot', 'kvbench.engine', 'kvbench.study'}\n"
         "assert not bad & set(sys.modules), bad & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,15 +11,15 @@ import torch
 import transformers
 from torch import Tensor
 
-from kvbench.cache import Cache
+from kvbench.audit.specimen import Specimen
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy
+from kvbench.contract.registry import POLICIES
+from kvbench.engine.cache import Cache
+from kvbench.engine.evaluate import evaluate
+from kvbench.engine.order import rank
 from kvbench.errors import BadInput
-from kvbench.evaluate import evaluate
-from kvbench.models import open_model
-from kvbench.observe import Observation
-from kvbench.policy import Policy
-from kvbench.rank import rank
-from kvbench.registry import POLICIES
-from kvbench.specimen import Specimen
+from kvbench.model.open import open_model
 from tests.kvp import make
 from tests.laws import lab
 from tests.laws.lab import SCHEDULES, SPECS, cells_of, prompt_of, try_out

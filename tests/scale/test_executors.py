@@ -12,13 +12,14 @@ import pytest
 from typer.testing import CliRunner
 
 import kvbench
-from kvbench import cli
-from kvbench.collect import TraceConfig, collect
+from kvbench.cli import main as cli
+from kvbench.cli.options import executor_named
 from kvbench.errors import BadInput, KvbenchError, StoreError, UnknownName, WorkersLost
-from kvbench.executors import Executor, Hold, Local, Lost, Work, executor_named, in_order
-from kvbench.models import OpenModel, open_model
-from kvbench.results import read_manifest
-from kvbench.trace import TraceSet
+from kvbench.learn.collect import TraceConfig, collect
+from kvbench.learn.trace import TraceSet
+from kvbench.model.open import OpenModel, open_model
+from kvbench.store.results import read_manifest
+from kvbench.study.executors import Executor, Hold, Local, Lost, Work, in_order
 from tests.laws import toy
 from tests.laws.runs import by_key, config, lines
 from tests.scale import jobs

@@ -10,14 +10,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from kvbench import attention, memory
-from kvbench.collect import record
-from kvbench.evaluate import Measurement, evaluate
-from kvbench.loop import Ranker, Target
-from kvbench.models import LoadedModel
-from kvbench.policy import Pins
-from kvbench.registry import POLICIES
-from kvbench.trace import utilities
+from kvbench.contract.pins import Pins
+from kvbench.contract.registry import POLICIES
+from kvbench.engine import attention
+from kvbench.engine.evaluate import Measurement, evaluate
+from kvbench.engine.ranking import Ranker, Target
+from kvbench.learn.collect import record
+from kvbench.learn.trace import utilities
+from kvbench.model import memory
+from kvbench.model.open import LoadedModel
 from tests.laws.lab import KEY, SPECS, cells_of, loaded, prompt_of, sample_of, try_out
 from tests.tiny import ARCHS, SLIDING_WINDOW
 
@@ -54,7 +55,7 @@ def test_a_square_buffer_is_seen() -> None:
 @pytest.mark.parametrize("arch", ["llama", "sliding"])
 def test_a_sample(arch: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "BLOCK", 64)  # of short prompts, the same shapes as of long ones
-    monkeypatch.setattr("kvbench.observe.BLOCK", 64)
+    monkeypatch.setattr("kvbench.contract.attention_sums.BLOCK", 64)
     lm = loaded(arch)
     sizes = []
     for n in LENGTHS:
@@ -68,7 +69,7 @@ def test_a_sample(arch: str, schedule: str, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_trace_and_its_utilities(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbench.observe.BLOCK", 64)
+    monkeypatch.setattr("kvbench.contract.attention_sums.BLOCK", 64)
     lm: LoadedModel = loaded("llama")
     policy = POLICIES.parse("knorm")
     sizes = []

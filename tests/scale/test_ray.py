@@ -16,12 +16,12 @@ import pytest
 import torch
 
 import kvbench
-from kvbench.collect import collect
 from kvbench.errors import BadInput, UnknownName, WorkersLost
-from kvbench.executors import Lost
+from kvbench.learn.collect import collect
 from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.command import train_file, train_sharded
-from kvbench.results import Store, read_manifest
+from kvbench.store.results import Store, read_manifest
+from kvbench.study.executors import Lost
 from tests.kvp import make
 from tests.laws.runs import by_key, lines
 from tests.scale import jobs
@@ -30,8 +30,8 @@ from tests.scale.test_executors import stored, trace_config
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="ray is not installed")
 
 if importlib.util.find_spec("ray") is not None:
-    from kvbench import executor_ray
-    from kvbench.executor_ray import RayExecutor, _gpus, _size
+    from kvbench.study import executor_ray
+    from kvbench.study.executor_ray import RayExecutor, _gpus, _size
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def cluster() -> Iterator[None]:
     """A Ray of two cores for all tests of this file: starting one takes seconds."""
     import ray
 
-    from kvbench.executor_ray import QUIET
+    from kvbench.study.executor_ray import QUIET
 
     with pytest.MonkeyPatch.context() as patch:
         for name, value in QUIET.items():

@@ -12,17 +12,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from kvbench import cli, speed, stages
-from kvbench.cache import Cache
-from kvbench.config import Cell
+from kvbench.audit.speed import measure as speed
+from kvbench.audit.speed import stages
+from kvbench.audit.speed.flops import counted_flops, prefill_flops
+from kvbench.audit.speed.measure import SpeedConfig
+from kvbench.audit.speed.stages import run_stages
+from kvbench.cli import main as cli
+from kvbench.contract.cell import Cell
+from kvbench.contract.pins import Pins
+from kvbench.engine.cache import Cache
+from kvbench.engine.forward import read
+from kvbench.engine.ranking import Ranker
 from kvbench.errors import BadInput, StoreError
-from kvbench.flops import counted_flops, prefill_flops
-from kvbench.loop import Ranker, read
-from kvbench.models import LoadedModel
-from kvbench.policy import Pins
-from kvbench.speed import SpeedConfig
-from kvbench.speed_report import tables
-from kvbench.stages import run_stages
+from kvbench.model.open import LoadedModel
+from kvbench.show.speed import tables
 from tests.laws import toy
 from tests.laws.lab import SPECS, cells_of, prompt_of, ranker_of, try_out
 from tests.laws.test_probe import Peek

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from kvbench.config import fingerprint
-from kvbench.results import Store
+from kvbench.contract.identity import fingerprint
+from kvbench.store.results import Store
 
 POLICIES = ("random", "streaming_llm", "knorm", "snapkv", "snapkv:window=64", "tova", "oracle")
 BUDGETS = (32, 64, 128, 256, 512)

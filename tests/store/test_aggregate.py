@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from kvbench.aggregate import aggregate, available
-from kvbench.bootstrap import Measured, intervals
 from kvbench.errors import UnknownName
-from kvbench.panels import panels
-from kvbench.results import Store, read_rows
+from kvbench.stats.aggregate import aggregate, available
+from kvbench.stats.bootstrap import Measured, intervals
+from kvbench.stats.panels import panels
+from kvbench.store.results import Store, read_rows
 from tests.store.synthetic import make_run, row
 
 

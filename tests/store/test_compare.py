@@ -11,13 +11,13 @@ import pandas as pd
 import pytest
 import scipy.stats
 
-from kvbench.aggregate import aggregate, prepared
-from kvbench.compare import compare, every_pair, paired
-from kvbench.compare_rules import compare_rules
-from kvbench.comparison_table import render_comparison
 from kvbench.errors import BadInput, UnknownName
-from kvbench.results import read_rows
-from kvbench.significance import detectable, holm, mcnemar, sign_flip
+from kvbench.show.comparison_table import render_comparison
+from kvbench.stats.aggregate import aggregate, prepared
+from kvbench.stats.compare import compare, every_pair, paired
+from kvbench.stats.compare_rules import compare_rules
+from kvbench.stats.significance import detectable, holm, mcnemar, sign_flip
+from kvbench.store.results import read_rows
 from tests.store.synthetic import make_run, row
 from tests.store.test_aggregate import frame_of
 
@@ -250,7 +250,7 @@ def test_nothing_is_flagged_without_a_reason(tmp_path: Path) -> None:
 
 def test_formats_agree(tmp_path: Path) -> None:
     rows = make_run(tmp_path, samples=12)
-    from kvbench.results import read_rows
+    from kvbench.store.results import read_rows
 
     stored = read_rows(rows)
     stored = stored[stored["budget"].isna() | (stored["budget"] == 64)]

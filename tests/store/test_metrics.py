@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench import metrics
+from kvbench.contract import metrics
+from kvbench.contract.metrics import METRICS, Metric, add_metric, describe, is_known, metric
 from kvbench.errors import PluginError, UnknownName
-from kvbench.metrics import METRICS, Metric, add_metric, describe, is_known, metric
 
 
 def test_label_states_unit_and_direction() -> None:

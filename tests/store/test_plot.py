@@ -12,14 +12,14 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 
-from kvbench import metrics
-from kvbench.aggregate import aggregate
+from kvbench.contract import metrics
+from kvbench.contract.metrics import METRICS, Metric
 from kvbench.errors import UnknownName
-from kvbench.metrics import METRICS, Metric
-from kvbench.panels import panels
-from kvbench.plot import figure, plot
-from kvbench.results import Store, read_rows
-from kvbench.style import GREY, styles
+from kvbench.show.plot import figure, plot
+from kvbench.show.style import GREY, styles
+from kvbench.stats.aggregate import aggregate
+from kvbench.stats.panels import panels
+from kvbench.store.results import Store, read_rows
 from tests.store.synthetic import BUDGETS, POLICIES, STYLE, make_run, row
 
 
@@ -77,7 +77,7 @@ def test_files_are_named_by_task_and_metric_and_are_deterministic(run: Path, tmp
 def test_without_a_metric_the_main_one_and_those_beside_it(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvbench.plot.save", lambda fig, folder, name, lines: [folder / f"{name}.svg"])
+    monkeypatch.setattr("kvbench.show.plot.save", lambda fig, folder, name, lines: [folder / f"{name}.svg"])
     found = {file.name for file in plot(run, out=tmp_path)}
     beside = ("agreement", "kl", "missed_mass", "eviction_cost")
     assert found == {f"boolq-{name}.svg" for name in ("accuracy", *beside)} | {
@@ -141,8 +141,8 @@ def test_a_policy_looks_the_same_whatever_else_was_run() -> None:
 
 def test_plotting_and_tables_import_neither_torch_nor_engine() -> None:
     script = (
-        "import sys, kvbench.plot, kvbench.table\n"
-        "bad = {'torch', 'transformers', 'lm_eval', 'matplotlib.pyplot', 'kvbench.loop', 'kvbench.runner'}\n"
+        "import sys, kvbench.show.plot, kvbench.show.table\n"
+        "bad = {'torch', 'transformers', 'lm_eval', 'matplotlib.pyplot', 'kvbench.engine', 'kvbench.study'}\n"
         "print(sorted(bad & set(sys.modules)))\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

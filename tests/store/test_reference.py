@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.aggregate import aggregate
-from kvbench.results import ROWS, read_rows
-from kvbench.table import number
-from kvbench.verify import verify
+from kvbench.audit.verify import verify
+from kvbench.show.table import number
+from kvbench.stats.aggregate import aggregate
+from kvbench.store.results import ROWS, read_rows
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "results" / "reference"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbench.manifest import MANIFEST, read_manifest
+from kvbench.store.manifest import MANIFEST, read_manifest
 from tests.store.test_reference import REFERENCE, ROOT, RUNS
 
 SCRIPT = ROOT / "results" / "reference.sh"

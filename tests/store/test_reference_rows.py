@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from kvbench.rerun import rerun
+from kvbench.audit.rerun import rerun
 from tests.store.test_reference import REFERENCE
 
 TOLERANCE = 1e-3  # of a metric, relative from 1 on: another kind of processor adds up in another order

@@ -20,11 +20,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.aggregate import aggregate
 from kvbench.errors import StoreError
-from kvbench.manifest import MANIFEST
-from kvbench.results import ROWS, TORN, Store, read_manifest, read_rows, stored_rows
-from kvbench.row_files import PACKED
+from kvbench.stats.aggregate import aggregate
+from kvbench.store.manifest import MANIFEST
+from kvbench.store.results import ROWS, TORN, Store, read_manifest, read_rows, stored_rows
+from kvbench.store.row_files import PACKED
 from tests.store.synthetic import row
 
 FIXED = {"model": "m", "seed": 0, "pins": (4, 16)}

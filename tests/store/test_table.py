@@ -9,10 +9,10 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from kvbench.aggregate import aggregate
 from kvbench.errors import BadInput
-from kvbench.results import Store, read_rows
-from kvbench.table import headline, render
+from kvbench.show.table import headline, render
+from kvbench.stats.aggregate import aggregate
+from kvbench.store.results import Store, read_rows
 from tests.store.synthetic import TASKS, make_run, row
 
 

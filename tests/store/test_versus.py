@@ -8,10 +8,10 @@ import pandas as pd
 import pytest
 from matplotlib.figure import Figure
 
-from kvbench import versus as module
 from kvbench.errors import BadInput, StoreError
-from kvbench.results import Store
-from kvbench.versus import versus
+from kvbench.show import versus as module
+from kvbench.show.versus import versus
+from kvbench.store.results import Store
 
 from .synthetic import row
 

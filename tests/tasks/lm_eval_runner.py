@@ -16,15 +16,15 @@ from lm_eval.api.task import ConfigurableTask
 from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
-from kvbench.config import Cell
-from kvbench.evaluate import Measurement
-from kvbench.evaluate import evaluate as evaluate_cells
-from kvbench.loop import Ranker
-from kvbench.models import LoadedModel
-from kvbench.policy import Pins
-from kvbench.prompt import build_prompt, count_tokens, render_turns, token_ends
-from kvbench.registry import POLICIES
-from kvbench.task import Sample, Samples, Setting, Task
+from kvbench.contract.cell import Cell
+from kvbench.contract.pins import Pins
+from kvbench.contract.registry import POLICIES
+from kvbench.contract.task import Sample, Samples, Setting, Task
+from kvbench.engine.evaluate import Measurement
+from kvbench.engine.evaluate import evaluate as evaluate_cells
+from kvbench.engine.ranking import Ranker
+from kvbench.model.open import LoadedModel
+from kvbench.model.prompt import build_prompt, count_tokens, render_turns, token_ends
 
 SHARED = Path(__file__).parents[3] / "shared" / "data"
 Row = dict[str, Any]

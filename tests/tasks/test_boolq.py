@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvbench import data
+from kvbench.contract import data
+from kvbench.contract.task import Answer, Samples, Setting
 from kvbench.errors import BadInput
-from kvbench.task import Answer, Samples, Setting
 from kvbench.tasks.boolq import BOOLQ, BoolQ
 from tests.tasks.lm_eval_runner import official
 

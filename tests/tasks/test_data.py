@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbench import data
-from kvbench.data import Dataset, check, filler, rows
+from kvbench.contract import data
+from kvbench.contract.data import Dataset, check, filler, rows
 from kvbench.errors import BadInput, DataNotFound
 
 TOY = Dataset("org/toy", None, "test", None, ("question", ("answer", "label")))

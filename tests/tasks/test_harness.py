@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 
 import kvbench
-from kvbench import data
+from kvbench.contract import data
+from kvbench.contract.metrics import METRICS
+from kvbench.contract.registry import TASKS, expand_tasks, spec_of, split_specs
+from kvbench.contract.task import Answer, Sample, Samples, Setting
 from kvbench.errors import BadInput, UnknownName
-from kvbench.metrics import METRICS
-from kvbench.prompt import build_prompt, count_tokens, render_turns, token_ends
-from kvbench.registry import TASKS, expand_tasks, spec_of, split_specs
-from kvbench.task import Answer, Sample, Samples, Setting
+from kvbench.model.prompt import build_prompt, count_tokens, render_turns, token_ends
 from kvbench.tasks.harness.border import BEFORE, MARK, WHOLE, in_turns, marked, split
 from kvbench.tasks.harness.config import find, path_of, read
 from tests.tiny import CHAT, tiny_model, tiny_tokenizer
@@ -405,7 +405,7 @@ def test_listing_and_checking_import_nothing_heavy(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(ARC))
     code = (
-        "import sys; from kvbench.registry import TASKS; TASKS.failures(); "
+        "import sys; from kvbench.contract.registry import TASKS; TASKS.failures(); "
         "TASKS.parse('lm_eval:arc_challenge').check(sys.argv[1]); "
         "sys.exit(any(name in sys.modules for name in ('lm_eval', 'torch', 'transformers', 'datasets')))"
     )

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import transformers
 
-from kvbench import data
-from kvbench.models import LoadedModel
-from kvbench.registry import TASKS
-from kvbench.task import Answer, Sample, Task
+from kvbench.contract import data
+from kvbench.contract.registry import TASKS
+from kvbench.contract.task import Answer, Sample, Task
+from kvbench.model.open import LoadedModel
 from tests.tasks.lm_eval_runner import Row, measured, official, ours, theirs
 from tests.tiny import CHAT, tiny_loaded, tiny_model, tiny_tokenizer
 

@@ -11,11 +11,12 @@ import pytest
 import torch
 import transformers
 
-from kvbench import gguf, models
-from kvbench.data import filler
+from kvbench.contract.data import filler
 from kvbench.errors import BadInput, UnknownName, UnsupportedModel
-from kvbench.geometry import Geometry, read_geometry
-from kvbench.models import LoadedModel, check_model, fingerprint_folder, load_model
+from kvbench.model import gguf
+from kvbench.model import open as models
+from kvbench.model.geometry import Geometry, read_geometry
+from kvbench.model.open import LoadedModel, check_model, fingerprint_folder, load_model
 from tests.tiny import ARCHS, tiny_config, tiny_model, tiny_tokenizer
 
 

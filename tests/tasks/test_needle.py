@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvbench.contract.task import Answer, Setting
 from kvbench.errors import BadInput
-from kvbench.prompt import build_prompt, count_tokens
-from kvbench.task import Answer, Setting
+from kvbench.model.prompt import build_prompt, count_tokens
 from kvbench.tasks.needle import Needle
 from kvbench.tasks.ruler.text import NOISE
 from tests.tasks.test_prompt import sentencepiece_like

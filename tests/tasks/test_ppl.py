@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvbench
+from kvbench.contract.registry import TASKS, expand_tasks
+from kvbench.contract.task import Answer, Sample, Samples, Setting
 from kvbench.errors import BadInput, DataNotFound
-from kvbench.prompt import build_prompt, count_tokens, render_turns, token_ends, uses_chat
-from kvbench.registry import TASKS, expand_tasks
-from kvbench.task import Answer, Sample, Samples, Setting
+from kvbench.model.prompt import build_prompt, count_tokens, render_turns, token_ends, uses_chat
 from kvbench.tasks.ppl import dialogues, half
 from tests.tasks.test_prompt import sentencepiece_like
 from tests.tiny import CHAT, tiny_model, tiny_tokenizer
@@ -249,10 +249,10 @@ def test_lengths_that_cannot_be(spec: str, message: str, oasst: str) -> None:
 
 
 def test_a_missing_source_is_named_early(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import kvbench.data
+    import kvbench.contract.data
 
-    monkeypatch.setattr(kvbench.data, "_from_hub", lambda dataset: None)
-    monkeypatch.setattr(kvbench.data, "hub_reachable", lambda: False)
+    monkeypatch.setattr(kvbench.contract.data, "_from_hub", lambda dataset: None)
+    monkeypatch.setattr(kvbench.contract.data, "hub_reachable", lambda: False)
     with pytest.raises(DataNotFound, match="oasst2"):
         TASKS.parse("ppl/oasst").check(None)
     with pytest.raises(BadInput, match="no such file"):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
+from kvbench.contract.task import Sample
 from kvbench.errors import BadInput
-from kvbench.prompt import PROBE, build_prompt, count_tokens, end_of_turn, uses_chat
-from kvbench.task import Sample
+from kvbench.model.prompt import PROBE, build_prompt, count_tokens, end_of_turn, uses_chat
 from tests.tiny import CHAT, tiny_tokenizer
 
 STRIPPING = CHAT.replace("m.content", "m.content | trim")

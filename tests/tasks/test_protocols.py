@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from kvbench.config import RunConfig
+from kvbench.contract.pins import Pins
+from kvbench.contract.registry import POLICIES, TASKS
 from kvbench.errors import BadInput
-from kvbench.plan import TaskPlan, plan_task
-from kvbench.policy import Pins
-from kvbench.registry import POLICIES, TASKS
+from kvbench.study.config import RunConfig
+from kvbench.study.plan import TaskPlan, plan_task
 
 
 def plan(task: str, **options: object) -> TaskPlan:

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.data import Dataset
+from kvbench.contract.data import Dataset
+from kvbench.contract.registry import TASKS, expand_tasks
+from kvbench.contract.task import Answer, Sample, Samples, Setting
 from kvbench.errors import BadInput, DataNotFound, UnknownName
-from kvbench.prompt import build_prompt, count_tokens
-from kvbench.registry import TASKS, expand_tasks
-from kvbench.task import Answer, Sample, Samples, Setting
+from kvbench.model.prompt import build_prompt, count_tokens
 from kvbench.tasks.ruler import niah
 from kvbench.tasks.ruler.fill import TooShort, fill
 from kvbench.tasks.ruler.niah import NEEDLE
@@ -519,9 +519,9 @@ def test_bad_data_is_refused_early(task: str, tmp_path: Path, files: dict[str, s
 
 
 def test_without_any_source_there_is_no_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    import kvbench.data
+    import kvbench.contract.data
 
-    monkeypatch.setattr(kvbench.data, "_from_hub", lambda dataset: None)
+    monkeypatch.setattr(kvbench.contract.data, "_from_hub", lambda dataset: None)
     for task in ("qa_1", "qa_2"):
         with pytest.raises(DataNotFound, match="--data"):
             made(task, setting())

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench import Need, Policy, param, register
-from kvbench.observe import Observation
+from kvbench.contract.observation import Observation
 
 
 @register("fixture_good", source="tests/plugin_fixture")

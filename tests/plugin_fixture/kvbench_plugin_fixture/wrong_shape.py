@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvbench import Need, Policy, register
-from kvbench.observe import Observation
+from kvbench.contract.observation import Observation
 
 
 @register("fixture_shape", source="tests/plugin_fixture")

@@ -1,0 +1,90 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from ..contract.cell import FULL
+from ..errors import BadInput
+from ..study.executors import Executor, Local
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..audit.finding import Finding
+
+
+NAMES = ("local", "ray")
+REFUSED, INTERRUPTED = 2, 130  # exit codes
+FAILED = 1  # exit code
+
+
+def executor_named(name: str, workers: int | None = None, address: str | None = None) -> Executor:
+    """The executor of the command line. Raises BadInput for what does not go together."""
+    if name not in NAMES:
+        raise BadInput(f"--executor '{name}': choose one of {', '.join(NAMES)}")
+    if name == "local":
+        if workers is not None or address is not None:
+            raise BadInput("--workers and --ray-address go with --executor ray; local is this process")
+        return Local()
+    from ..study.executor_ray import RayExecutor
+
+    return RayExecutor(workers, address)
+
+
+def parse_budgets(given: list[str]) -> tuple[int, ...]:
+    """Budgets from comma-separated texts. Raises: BadInput for anything but whole numbers from 1."""
+    budgets = []
+    for piece in filter(None, (part.strip() for text in given for part in text.split(","))):
+        if not re.fullmatch(r"[0-9]+", piece) or int(piece) < 1:
+            raise BadInput(
+                f"budget '{piece}': a budget is a whole number of KV pairs per KV head and layer, 1 or more, "
+                f"as in --budgets 20,100,500; the full cache ('{FULL}') is always evaluated besides"
+            )
+        budgets.append(int(piece))
+    return tuple(budgets)
+
+
+def parse_seeds(given: list[str]) -> tuple[int, ...]:
+    """Seeds from comma-separated texts. Raises: BadInput for anything but whole numbers."""
+    pieces = [piece for piece in (part.strip() for text in given for part in text.split(",")) if piece]
+    for piece in pieces:
+        if not re.fullmatch(r"[0-9]+", piece):
+            raise BadInput(f"seed '{piece}': a seed is a whole number, as in --seeds 0,1,2")
+    return tuple(map(int, pieces))
+
+
+def console() -> Console:
+    """Standard output; wide where it is not a terminal, so that nothing is cut in a file or a pipe."""
+    from rich.console import Console
+
+    return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)
+
+
+def told(findings: Iterable[Finding]) -> int:
+    """Print findings one by one; returns how many failed."""
+    broken = 0
+    for finding in findings:
+        typer.echo(f"{'ok  ' if finding.passed else 'FAIL'}  {finding.law}")
+        if finding.detail:
+            typer.echo(f"      {finding.detail}")
+        broken += not finding.passed
+    return broken
+
+
+def tasks_of(paths: list[str]) -> dict[str, dict[str, Any]]:
+    """What the manifests say about the tasks, where there are manifests."""
+    from ..store.manifest import MANIFEST, read_manifest
+
+    known: dict[str, dict[str, Any]] = {}
+    for path in map(Path, paths):
+        folder = path.parent if path.is_file() else path
+        if (folder / MANIFEST).is_file():
+            known |= read_manifest(folder).get("tasks", {})
+    return known

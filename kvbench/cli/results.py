@@ -1,0 +1,150 @@
+"""Commands that work on stored results: draw, print, compare, check, repeat."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..contract.cell import FULL
+from ..contract.registry import split_specs
+from ..errors import BadInput
+from .options import FAILED, tasks_of, told
+
+if TYPE_CHECKING:
+    pass
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register plot, table, compare, report, verify and rerun."""
+    for command in (plot, table, compare, report, verify, rerun):
+        app.command()(command)
+
+
+def plot(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    metric: Annotated[list[str] | None, typer.Option(help="Metrics; default: each task's main ones.")] = None,
+    versus: Annotated[
+        str | None,
+        typer.Option(help="schedule, question or pins: draw two values of it side by side instead."),
+    ] = None,
+    out: Annotated[str | None, typer.Option(help="Folder; default: figures/ in the first run.")] = None,
+) -> None:
+    """Draw metrics against budgets, or one rule against another, from stored rows."""
+    from ..show.plot import plot as draw
+    from ..show.versus import versus as draw_versus
+
+    metrics = split_specs(metric or [])
+    files = (
+        draw_versus(paths, versus, metrics, out) if versus else draw(paths, ",".join(metrics) or None, out)
+    )
+    for path in files:
+        typer.echo(path)
+
+
+def table(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics; default: all that were measured.")
+    ] = None,
+) -> None:
+    """Print means with 95% intervals from stored rows."""
+    from ..show.table import render
+    from ..stats.aggregate import aggregate
+    from ..store.results import read_rows
+
+    check_format(format)
+    frame = aggregate(read_rows(paths), split_specs(metric or []) or None)
+    typer.echo(render(frame, format, tasks_of(paths)).rstrip("\n"))
+
+
+def compare(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    baseline: Annotated[str, typer.Option(help="The policy to compare with, as tables name it.")] = FULL,
+    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics; default: each task's main one, and kl.")
+    ] = None,
+    versus: Annotated[
+        str | None,
+        typer.Option(
+            help="Instead: every policy with itself under two values of schedule, question or pins."
+        ),
+    ] = None,
+) -> None:
+    """Compare every policy with a baseline on the same samples: differences, tests, and what to distrust."""
+    from ..show.comparison_table import render_comparison
+    from ..stats.compare import compare as compare_rows
+    from ..stats.compare_rules import compare_rules
+    from ..store.results import read_rows
+
+    check_format(format)
+    rows, metrics, tasks = read_rows(paths), split_specs(metric or []) or None, tasks_of(paths)
+    if versus is None:
+        frame = compare_rows(rows, baseline, metrics, tasks)
+    elif baseline != FULL:
+        raise BadInput("--versus compares each policy with itself: leave --baseline out")
+    else:
+        frame = compare_rules(rows, versus, metrics, tasks)
+    typer.echo(render_comparison(frame, format).rstrip("\n"))
+
+
+def report(
+    paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
+    out: Annotated[
+        str | None, typer.Option(help="The file; default: report.html in the first run folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page about stored rows: best policies, curves, every pair, pins, where it comes from."""
+    from ..show.report import report as write
+
+    typer.echo(write(paths, out))
+
+
+def verify(
+    paths: Annotated[list[str], typer.Argument(help="Run folders; figures and pages may show several.")],
+    table: Annotated[
+        list[str] | None,
+        typer.Option(help="A csv or json file of `kvbench table` to check against the rows."),
+    ] = None,
+    sources: Annotated[
+        bool, typer.Option("--sources", help="Look up model and data again and compare their hashes.")
+    ] = False,
+) -> None:
+    """Check that rows, manifest, figures, pages and tables of run folders belong together."""
+    from ..audit.verify import verify as verify_runs
+
+    broken = told(verify_runs(paths, table or [], sources))
+    if broken:
+        typer.echo(f"error: {broken} checks failed", err=True)
+        raise typer.Exit(FAILED)
+    typer.echo("everything checked fits together")
+
+
+def rerun(
+    path: Annotated[str, typer.Argument(help="A run folder.")],
+    samples: Annotated[
+        int | None, typer.Option(help="Repeat only so many samples of each task, drawn at random.")
+    ] = None,
+    tolerance: Annotated[
+        float, typer.Option(help="What still counts as equal, relative to 1 or more.")
+    ] = 1e-4,
+    out: Annotated[
+        str | None, typer.Option(help="Folder of the repeated rows, new or to go on with; default: not kept.")
+    ] = None,
+) -> None:
+    """Repeat a run from its manifest and report the rows that differ."""
+    from ..audit.rerun import rerun as repeat
+
+    report = repeat(path, samples, tolerance, out)
+    typer.echo(report.text())
+    if report.different or report.missing:
+        raise typer.Exit(FAILED)
+
+
+def check_format(name: str) -> None:
+    from ..show.table import FORMATS
+
+    if name not in FORMATS:
+        raise BadInput(f"--format '{name}': choose one of {', '.join(FORMATS)}")

@@ -1,0 +1,101 @@
+"""The command that evaluates policies: it reads options, calls the library, prints what it says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, split_specs
+from ..contract.spec import split_name
+from ..study.config import RunConfig
+from .options import FAILED, INTERRUPTED, executor_named, parse_budgets, parse_seeds, tasks_of
+
+if TYPE_CHECKING:
+    from ..study.runner import RunResult
+
+
+def run(
+    policy: Annotated[list[str], typer.Option(help="Policies: name or name:param=value, or all.")],
+    task: Annotated[list[str], typer.Option(help="Tasks: name, name:param=value, or a group.")],
+    budgets: Annotated[list[str], typer.Option(help="KV pairs kept per KV head and layer: 20,100,500.")],
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
+    limit: Annotated[int | None, typer.Option(help="Samples per task; default: all.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated samples and random policies.")] = 0,
+    seeds: Annotated[
+        list[str] | None, typer.Option(help="Several seeds, as 0,1,2; tables and figures pool them.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all: layers over all GPUs.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    protocol: Annotated[
+        str, typer.Option(help="paper (each task's and policy's own rules) or controlled (the same for all).")
+    ] = "paper",
+    schedule: Annotated[str | None, typer.Option(help="prefill or chunked; default: the task's.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="Tokens per chunk of the chunked schedule.")] = None,
+    pins: Annotated[
+        str | None,
+        typer.Option(help="native, none, or FIRST,LAST tokens always kept; default: the protocol's."),
+    ] = None,
+    question: Annotated[
+        str | None, typer.Option(help="withheld or seen; default: the protocol's, then the task's.")
+    ] = None,
+    template: Annotated[str, typer.Option(help="auto, chat or none.")] = "auto",
+    data: Annotated[str | None, typer.Option(help="jsonl file with the task's samples.")] = None,
+    draft: Annotated[
+        bool, typer.Option(help="Verify likely answers in one pass; same results, less time.")
+    ] = True,
+    out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
+    executor: Annotated[str, typer.Option(help="local, or ray: workers of a Ray cluster.")] = "local",
+    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per GPU or machine.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+    ] = None,
+) -> None:
+    """Evaluate policies on tasks at every budget. The same command resumes and adds to its run folder.
+
+    Lists are separated by commas, and options may repeat.
+    """
+    options: dict[str, Any] = {
+        "model": model, "limit": limit, "seed": seed, "seeds": parse_seeds(seeds or []), "device": device,
+        "dtype": dtype, "protocol": protocol, "schedule": schedule, "chunk": chunk, "pins": pins,
+        "question": question, "template": template, "data": data, "draft": draft, "out": out,
+    }  # fmt: skip
+    specs, names = split_specs(policy), split_specs(task)
+    config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)
+    _refuse_unknown(config)
+    from ..study.runner import run as run_config
+
+    try:
+        result = run_config(config, executor=executor_named(executor, workers, ray_address))
+    except KeyboardInterrupt as error:
+        where = f"in {out} " if out else ""
+        typer.echo(
+            f"\ninterrupted: finished samples are saved {where}and nothing else is lost; type the same "
+            "command to go on from there",
+            err=True,
+        )
+        raise typer.Exit(INTERRUPTED) from error
+    _report(result)
+    if result.failed:
+        raise typer.Exit(FAILED)
+
+
+def _refuse_unknown(config: RunConfig) -> None:
+    """Look all names up before anything heavy loads; the runner reads the parameters."""
+    for spec in expand_policies(config.policies):
+        POLICIES.target(split_name(spec)[0])
+    for spec in expand_tasks(config.tasks):
+        TASKS.target(split_name(spec)[0])
+
+
+def _report(result: RunResult) -> None:
+    from ..model.memory import told
+    from ..show.table import render
+
+    typer.echo(render(result.table, "text", tasks_of([str(result.path)])).rstrip("\n"))
+    for note in result.notes:
+        typer.echo(f"note: {note}")
+    if result.peak:
+        typer.echo(f"peak memory: {told(result.peak)}")
+    typer.echo(f"rows: {result.path}")
+    typer.echo(f"next: kvbench plot {result.path}")

@@ -1,0 +1,158 @@
+"""The commands of offline learning: record traces, train a policy on them, measure rankings on them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of, split_specs
+from ..contract.spec import split_name
+from ..errors import BadInput, UnknownName
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Register trace, train and eviction-error."""
+    app.command()(trace)
+    settings = {"allow_extra_args": True, "ignore_unknown_options": True}
+    app.command(context_settings=settings)(train)
+    app.command("eviction-error")(eviction_error)
+
+
+def trace(
+    task: Annotated[list[str], typer.Option(help="Tasks to sample from, taking turns.")],
+    samples: Annotated[int, typer.Option(help="Traces to record in all.")],
+    out: Annotated[str, typer.Option(help="Folder for the traces.")],
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
+    length: Annotated[str | None, typer.Option(help="Tokens per sample: 512, or a range 350-700.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
+    data: Annotated[str | None, typer.Option(help="File with the task's samples.")] = None,
+    under: Annotated[
+        str | None, typer.Option(help="POLICY:BUDGET: record the future as it is after that eviction.")
+    ] = None,
+    response: Annotated[
+        str, typer.Option(help="data or generated: what follows the question, or the model's own answer.")
+    ] = "data",
+    store: Annotated[str, typer.Option(help="float16, bfloat16 or float32 on disk.")] = "float16",
+    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all: layers over all GPUs.")] = "auto",
+    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    executor: Annotated[str, typer.Option(help="local, or ray: workers of a Ray cluster.")] = "local",
+    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per GPU or machine.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+    ] = None,
+) -> None:
+    """Record queries, keys and values of every layer, one forward pass per sample. Resumes."""
+    specs = expand_tasks(split_specs(task))
+    for spec in specs:
+        TASKS.target(split_name(spec)[0])
+    from ..learn.collect import TraceConfig, collect
+    from .options import executor_named
+
+    config = TraceConfig(
+        tasks=tuple(specs), samples=samples, out=out, model=model, length=length, seed=seed,
+        data=data, under=under, response=response, store=store, device=device, dtype=dtype,
+    )  # fmt: skip
+    found = collect(config, announce=typer.echo, executor=executor_named(executor, workers, ray_address))
+    typer.echo(f"{len(found)} traces in {out}")
+    typer.echo(f"next: kvbench train --policy kvp --traces {out} --out kvp.safetensors")
+
+
+def train(
+    ctx: typer.Context,
+    policy: Annotated[str, typer.Option(help="A policy that learns.")],
+    traces: Annotated[str, typer.Option(help="Folder that `kvbench trace` wrote.")],
+    out: Annotated[str, typer.Option(help="File for the weights.")],
+    recipe: Annotated[str | None, typer.Option(help="Named settings; default: the trainer's first.")] = None,
+    executor: Annotated[str, typer.Option(help="local, or ray: layers dealt out to workers.")] = "local",
+    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per machine.")] = None,
+    ray_address: Annotated[
+        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+    ] = None,
+) -> None:
+    """Train a policy on recorded traces. Resumes; the same seed gives the same weights.
+
+    Any setting of the recipe is an option of its own: --steps 500 --split boundary --objective softcost.
+    """
+    from pathlib import Path
+
+    from ..learn.training import trainer_of
+    from .options import executor_named
+
+    trainer = trainer_of(POLICIES.get(policy))
+    chosen = trainer.recipe(recipe, _pairs(ctx.args))
+    with executor_named(executor, workers, ray_address) as where:
+        where.check("policy", [policy])
+        if executor == "local":
+            card = trainer.train(chosen, Path(traces), Path(out), typer.echo)
+        elif trainer.train_sharded is not None:
+            card = trainer.train_sharded(chosen, Path(traces), Path(out), typer.echo, where)
+        else:
+            raise BadInput(f"--executor {executor}: {policy} is trained in one piece, use local")
+    typer.echo(f"{out}: validation cost {card['validation_cost']:.3f} after {card['seconds']:.0f} s")
+    typer.echo(f"next: kvbench run --policy {policy}:weights={out} --task needle --budgets 64,128 --limit 8")
+
+
+def eviction_error(
+    traces: Annotated[str, typer.Option(help="Folder that `kvbench trace` wrote.")],
+    policy: Annotated[list[str], typer.Option(help="Policies, or all.")],
+    budgets: Annotated[list[str] | None, typer.Option(help="Budgets of the missed mass.")] = None,
+    split: Annotated[str, typer.Option(help="boundary or uniform: where the future begins.")] = "boundary",
+    splits: Annotated[int, typer.Option(help="Uniform split points per trace.")] = 4,
+    pins: Annotated[str, typer.Option(help="native, none, or FIRST,LAST.")] = "none",
+    baseline: Annotated[str | None, typer.Option(help="Compare every policy with this one, paired.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Traces to use; default: all.")] = None,
+    per_head: Annotated[bool, typer.Option(help="Write the mean cost of every layer and KV head.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed of split points and random policies.")] = 0,
+    out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
+) -> None:
+    """Eviction cost and missed mass of policies on recorded traces; a model only reads their extra tokens."""
+    import json
+
+    from ..learn.eviction_error import ErrorConfig, measure
+    from ..show.table import render
+    from ..stats.aggregate import aggregate
+    from ..stats.compare import paired
+    from ..store.results import read_rows
+    from .options import parse_budgets
+
+    specs = tuple(expand_policies(split_specs(policy)))
+    for spec in specs:
+        POLICIES.target(split_name(spec)[0])
+    if baseline:
+        compared = [spec_of(POLICIES.parse(spec)) for spec in specs]
+        baseline = spec_of(POLICIES.parse(baseline))
+        if baseline not in compared:
+            raise UnknownName("policy", baseline, compared, "The baseline is one of --policy.")
+    extra: dict[str, Any] = {"budgets": parse_budgets(budgets)} if budgets else {}
+    config = ErrorConfig(
+        traces, specs, split=split, splits=splits, pins=pins, seed=seed, limit=limit, out=out, **extra
+    )
+    path, heads = measure(config)
+    rows = read_rows(path)
+    typer.echo(render(aggregate(rows, ["eviction_cost", "missed_mass"]), "text").rstrip("\n"))
+    if baseline:
+        first = rows[rows["budget"] == min(config.budgets)]
+        columns = ["policy", "difference", "lo", "hi", "n", "win", "tie", "loss", "p"]
+        pairs = paired(first, baseline, "eviction_cost")[columns]
+        typer.echo(
+            f"\neviction cost minus that of {baseline}, paired over traces, 95% interval, permutation test:"
+        )
+        typer.echo(pairs.to_string(index=False, float_format=lambda value: f"{value:.3g}"))
+    if per_head:
+        (path / "per_head.json").write_text(json.dumps(heads))
+        typer.echo(f"per head: {path / 'per_head.json'}")
+    typer.echo(f"rows: {path}")
+    typer.echo(f"next: kvbench plot {path} --metric missed_mass")
+
+
+def _pairs(arguments: list[str]) -> dict[str, str]:
+    """`--name value` or `--name=value` pairs. Raises BadInput for anything else."""
+    pairs: dict[str, str] = {}
+    rest = list(arguments)
+    while rest:
+        option, equals, value = rest.pop(0).partition("=")
+        if not option.startswith("--") or not (equals or rest):
+            raise BadInput(f"'{option}': write settings of the recipe as --name value")
+        pairs[option[2:].replace("-", "_")] = value if equals else rest.pop(0)
+    return pairs

@@ -1,0 +1,192 @@
+"""What a policy may look at, in one layer, when tokens compete for the cache.
+
+Everything is lazy, and shared work (the attention of the last queries, the streamed sums) is
+computed once per layer however many policies ask for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import PluginError
+from .attention_sums import attention_rows, streamed_sums
+from .draws import draw_key, uniform_at
+from .need import Need
+
+
+class _Undeclared:
+    """Stands in for keys or values that a policy did not declare: any use of it is an error."""
+
+    def __init__(self, need: Need) -> None:
+        self._need = need
+
+    def _refuse(self, *args: Any, **kwargs: Any) -> Any:
+        raise PluginError(f"{self._need} was read but not declared in `needs`")
+
+    def __getattr__(self, name: str) -> Any:
+        return self._refuse()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = [value for value in args if isinstance(value, cls)]
+        what = f"{found[0]._need}" if found else "keys or values"
+        raise PluginError(f"{what} was read but not declared in `needs`")
+
+    __getitem__ = __len__ = __iter__ = _refuse
+    __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __neg__ = __matmul__ = __pow__ = _refuse
+
+
+UNDECLARED = {need: _Undeclared(need) for need in (Need.KEYS, Need.VALUES)}
+
+
+@dataclass(frozen=True)
+class Probed:
+    """A policy's n extra tokens in one layer, after RoPE: queries (batch, query_head, n, dim), keys
+    (batch, kv_head, n, dim)."""
+
+    queries: Tensor
+    keys: Tensor
+
+
+@dataclass
+class Observation:
+    """One layer as a policy sees it. Slots are in ascending original position.
+
+    layer, n_layers: index of this layer and their number. full_index: its index among the layers that
+    are evicted (those with full attention). keys, values: (batch, kv_head, slot, dim),
+    as cached (keys after RoPE and QK-norm), in the model's dtype. positions: (batch, kv_head, slot)
+    int64, original positions, also after earlier evictions. new: tokens of this chunk, the last
+    `new` slots. seen: tokens read so far, evicted ones included. scaling: the model's factor on
+    attention logits. module: the layer's attention module, for its weights.
+    """
+
+    layer: int
+    n_layers: int
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    new: int
+    seen: int
+    scaling: float
+    module: Any
+    key: int
+    _queries: Tensor
+    _hidden: Tensor | None = None
+    _future: Callable[[], Tensor] | None = None
+    _probe: Probed | None = None
+    full_index: int = 0
+    needs: frozenset[Need] = frozenset(Need)
+    _shared: dict[Any, Any] = field(default_factory=dict)
+    _whole: Observation | None = None
+
+    def limited_to(self, needs: frozenset[Need]) -> Observation:
+        """The same observation for a policy that declared `needs`; shared work stays shared."""
+        shown = {**self.__dict__, "needs": needs, "_whole": self._whole or self}
+        for name, need in (("keys", Need.KEYS), ("values", Need.VALUES)):
+            if need not in needs:
+                shown[name] = UNDECLARED[need]
+        return Observation(**shown)
+
+    @property
+    def _all_keys(self) -> Tensor:
+        """Keys for shared work, which a policy may use without looking at keys itself."""
+        return (self._whole or self).keys
+
+    @property
+    def slots(self) -> int:
+        return self.positions.shape[2]
+
+    @property
+    def kv_heads(self) -> int:
+        return self.positions.shape[1]
+
+    def window_queries(self, window: int) -> Tensor:
+        """Queries of the last min(window, new) tokens, after RoPE: (batch, query_head, w, dim)."""
+        self._require(Need.WINDOW_QUERIES)
+        return self._queries[:, :, -window:]
+
+    def window_attention(self, window: int) -> Tensor:
+        """Attention of the last min(window, new) tokens over all slots, causal inside the window.
+
+        (batch, query_head, w, slot) float32; the softmax runs over every slot, so rows sum to 1.
+        """
+        self._require(Need.WINDOW_QUERIES)
+        return self._once(("window", window), lambda: self._window(window))
+
+    def _window(self, window: int) -> Tensor:
+        queries = self._queries[:, :, -window:]
+        return attention_rows(queries, self._all_keys, self.scaling, self.slots - queries.shape[2])
+
+    @property
+    def attention_sums(self) -> Tensor:
+        """Attention received from all queries of this chunk: (batch, query_head, slot) float32."""
+        self._require(Need.ATTENTION_SUMS)
+        offset = self.slots - self.new
+        return self._once(
+            "sums", lambda: streamed_sums(self._queries, self._all_keys, self.scaling, offset, "sum")
+        )
+
+    @property
+    def hidden_states(self) -> Tensor:
+        """What the attention module received for this chunk: (batch, new, d_model)."""
+        self._require(Need.HIDDEN_STATES)
+        if self._hidden is None:
+            raise PluginError("hidden states were not recorded for this layer")
+        return self._hidden
+
+    @property
+    def future_attention(self) -> Tensor:
+        """u of KVP: attention that question and reference answer pay to each slot, on the full cache.
+
+        (batch, kv_head, slot) float32: sum over future tokens of the max over the group's heads.
+        """
+        self._require(Need.FUTURE)
+        if self._future is None:
+            raise PluginError("future attention is not known in this run")
+        future = self._future()  # (1, kv_head, context position)
+        return future.expand(self.positions.shape[0], -1, -1).gather(2, self.positions)
+
+    @property
+    def probe_attention(self) -> Tensor:
+        """Attention of the policy's extra tokens to every slot: (batch, query_head, n, slot) float32.
+
+        The softmax runs over the slots and, causally, over the extra tokens. Only the slots' columns
+        are shown, so rows sum to less than 1.
+        """
+        self._require(Need.PROBE)
+        if self._probe is None:
+            raise PluginError("no extra tokens were read in this layer")
+        return self._once("probe", self._probed)
+
+    def _probed(self) -> Tensor:
+        assert self._probe is not None
+        keys = torch.cat([self._all_keys, self._probe.keys], 2)
+        return attention_rows(self._probe.queries, keys, self.scaling, self.slots)[..., : self.slots]
+
+    def uniform(self) -> Tensor:
+        """One persistent uniform draw per token, KV head and layer: (batch, kv_head, slot) float32."""
+        self._require(Need.RANDOM)
+        return uniform_at(draw_key(self.key, self.layer), self.positions)
+
+    def by_group(self, per_query_head: Tensor) -> Tensor:
+        """(batch, query_head, ...) -> (batch, kv_head, group, ...)."""
+        batch, heads = per_query_head.shape[:2]
+        return per_query_head.view(batch, self.kv_heads, heads // self.kv_heads, *per_query_head.shape[2:])
+
+    def _require(self, need: Need) -> None:
+        if need not in self.needs:
+            raise PluginError(f"{need} was read but not declared in `needs`")
+        if need is Need.WINDOW_QUERIES and self._queries.shape[2] == 0:
+            raise PluginError(
+                "the queries of the chunk are gone once its future is known or extra tokens are read"
+            )
+
+    def _once(self, name: Any, compute: Callable[[], Tensor]) -> Tensor:
+        if name not in self._shared:
+            self._shared[name] = compute()
+        return self._shared[name]

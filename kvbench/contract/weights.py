@@ -1,0 +1,97 @@
+"""Files of policies that learn: weights and the state of a training. Safetensors only, never pickle."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..errors import BadInput
+
+SUFFIX = ".safetensors"
+
+
+def find_weights(policy: str, shipped: Path, asked: str) -> Path:
+    """The file of `policy:weights=ASKED`: a name in the folder of shipped weights, or a path.
+
+    Raises BadInput for what is neither.
+    """
+    path = shipped / (asked + SUFFIX)
+    if Path(asked).name != asked or not path.is_file():  # asked in every layer: no listing here
+        path = Path(asked).expanduser()
+    if not path.is_file():
+        names = sorted(file.name.removesuffix(SUFFIX) for file in shipped.glob("*" + SUFFIX))
+        raise BadInput(
+            f"{policy}:weights={asked}: neither a file nor one of the shipped weights "
+            f"({', '.join(names) or 'none'}); train some with kvbench train --policy {policy}"
+        )
+    return path
+
+
+def file_state(path: Path) -> tuple[int, ...]:
+    """What differs once a file has changed."""
+    state = path.stat()
+    return state.st_ino, state.st_mtime_ns, state.st_size
+
+
+def replace_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a file as a whole: whoever reads finds the old one or the new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".tmp")
+    save_file(tensors, draft, metadata=metadata)
+    os.replace(draft, path)
+
+
+def save_state(
+    path: Path, parameters: list[Tensor], optimiser: torch.optim.Optimizer, config: dict[str, Any],
+    step: int, notes: Any = None,
+) -> None:  # fmt: skip
+    """Training state after `step` steps of Adam.
+
+    config: whatever decides the weights. notes: anything JSON holds; `restore_state` gives it back.
+    """
+    tensors: dict[str, Tensor] = {}
+    for i, parameter in enumerate(parameters):
+        state = optimiser.state[parameter]
+        tensors |= {
+            f"{i}.value": parameter.detach(),
+            f"{i}.m": state["exp_avg"],
+            f"{i}.v": state["exp_avg_sq"],
+        }
+        tensors[f"{i}.t"] = torch.as_tensor(state["step"]).clone()
+    written = {"config": json.dumps(config, sort_keys=True), "notes": json.dumps(notes)}
+    replace_file(path, tensors, {"step": str(step), **written})
+
+
+def restore_state(
+    path: Path, parameters: list[Tensor], optimiser: torch.optim.Optimizer, config: dict[str, Any]
+) -> tuple[int, Any]:
+    """Put a saved state back and return its number of steps and its notes; 0 and None where there is none.
+
+    Raises BadInput when it belongs to another configuration or is broken.
+    """
+    if not path.exists():
+        return 0, None
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("config") != json.dumps(config, sort_keys=True):
+                raise BadInput(
+                    f"{path} is the state of another recipe or other traces: use another --out or delete it"
+                )
+            for i, parameter in enumerate(parameters):
+                parameter.data.copy_(file.get_tensor(f"{i}.value"))
+                optimiser.state[parameter] = {
+                    "step": file.get_tensor(f"{i}.t"),
+                    "exp_avg": file.get_tensor(f"{i}.m").to(parameter.device),
+                    "exp_avg_sq": file.get_tensor(f"{i}.v").to(parameter.device),
+                }
+            return int(metadata["step"]), json.loads(metadata.get("notes", "null"))
+    except (SafetensorError, KeyError, ValueError, OSError) as error:
+        raise BadInput(f"{path} is broken ({error}): delete it and train from the start") from error

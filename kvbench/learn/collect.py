@@ -1,0 +1,328 @@
+"""`kvbench trace`: run a model over samples and store what every layer computed."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..contract.draws import draw_key
+from ..contract.identity import fingerprint
+from ..contract.registry import POLICIES, TASKS, expand_tasks, spec_of
+from ..engine.attention import Layer
+from ..engine.cache import Cache
+from ..engine.forward import read
+from ..engine.passes import read_and_rank
+from ..engine.ranking import Ranker, Ranking, Target
+from ..engine.selection import evict
+from ..errors import BadInput, StoreError, WorkersLost
+from ..model.open import LoadedModel, OpenModel
+from ..model.prompt import Continuation, Prompt
+from ..study.config import RunConfig
+from ..study.executors import Executor, Local, Lost, in_order
+from ..study.interrupt import deferred_interrupt
+from ..study.plan import check_data, check_fits, plan_task
+from ..study.progress import progress as progress_bar
+from ..study.samples import Work
+from .trace import TraceInfo, TraceSet, TraceWriter
+
+Recorded = tuple[list[tuple[Tensor, Tensor, Tensor]], float]  # per layer q, k, v; the factor on logits
+STORED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+@dataclass(frozen=True)
+class TraceConfig:
+    """What to record.
+
+    tasks: specs, sampled in turn. samples: traces in all. length: tokens of every sample ("512"), or a
+    range ("350-700") from which the samples of each task take evenly spaced lengths. under:
+    "POLICY:BUDGET" records the queries of question and answer as they come out when the context was
+    evicted to that budget first; keys and values of the context are always the full cache's. response:
+    what follows the question, the data's reference or what the model itself answers (generated). store:
+    dtype on disk.
+    """
+
+    tasks: tuple[str, ...]
+    samples: int
+    out: str
+    model: str = "smollm2-135m"
+    length: str | None = None
+    seed: int = 0
+    data: str | None = None
+    under: str | None = None
+    response: str = "data"
+    store: str = "float16"
+    device: str = "auto"
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise BadInput(f"--samples {self.samples}: record 1 trace or more")
+        if self.store not in STORED:
+            raise BadInput(f"--store '{self.store}': choose one of {', '.join(STORED)}")
+        if self.response not in ("data", "generated"):
+            raise BadInput(f"--response '{self.response}': choose data or generated")
+
+    @property
+    def lengths(self) -> tuple[int, int] | None:
+        """Shortest and longest sample, or None for each task's own length."""
+        if self.length is None:
+            return None
+        low, dash, high = self.length.partition("-")
+        if not low.isdigit() or (dash and not high.isdigit()) or int(high or low) < int(low):
+            raise BadInput(f"--length '{self.length}': write tokens as 512, or a range as 350-700")
+        return int(low), int(high or low)
+
+    @property
+    def eviction(self) -> Target | None:
+        """The policy and budget of `under`."""
+        if self.under is None:
+            return None
+        name, _, budget = self.under.rpartition(":")
+        if not name or not budget.isdigit() or int(budget) < 1:
+            raise BadInput(f"--under '{self.under}': write POLICY:BUDGET as in kvp:128")
+        policy = POLICIES.parse(name)
+        return Target(Ranker(policy, policy.pins), int(budget))
+
+
+class _Recorder:
+    """Observer that keeps queries, keys and values of the full-attention layers."""
+
+    def __init__(self, layers: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.layers = layers
+        self.dtype = dtype
+        self.parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {layer: [] for layer in layers}
+        self.scaling = 0.0
+
+    def __call__(self, layer: Layer) -> None:
+        if layer.index not in self.parts:
+            return
+        keys, values, _ = layer.bucket.view(layer.index)
+        new = layer.queries.shape[2]
+        part = (layer.queries[0], keys[0, :, -new:], values[0, :, -new:])
+        self.parts[layer.index].append(tuple(t.to("cpu", self.dtype, copy=True) for t in part))  # type: ignore[arg-type]
+        self.scaling = layer.scaling
+
+    def finished(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per full layer: queries, keys, values of the whole sequence."""
+        joined = []
+        for layer in self.layers:
+            q, k, v = (torch.cat(pieces, 1) for pieces in zip(*self.parts[layer], strict=True))
+            joined.append((q, k, v))
+        return joined
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One trace to record. name: its id. task: where the prompt comes from."""
+
+    name: str
+    task: str
+    prompt: Prompt
+
+
+def collect(
+    config: TraceConfig,
+    progress: bool = True,
+    announce: Callable[[str], None] = lambda text: None,
+    executor: Executor | None = None,
+) -> TraceSet:
+    """Record traces; the same command resumes. announce: is told the size before anything is written.
+
+    executor: who computes; None is this process. Traces are stored in the same order whoever does.
+    Raises KvbenchError for anything that cannot be recorded, before the weights load where possible.
+    """
+    eviction, _ = config.eviction, config.lengths
+    with executor or Local() as executor:
+        if eviction is not None:
+            executor.check("policy", [eviction.ranker.policy.name])
+        opened = executor.open(config.model, config.device, config.dtype)
+        if eviction is not None:
+            check_fits(eviction.ranker.policy, opened)
+        items = _samples(config, opened)
+        writer = TraceWriter(config.out, _header(config, opened))
+        known = {info.id for info in writer.done}
+        missing = [item for item in items if item.name not in known]
+        announce(_check_disk(config, opened, missing))
+        if missing:
+            with progress_bar(progress, len(missing), "traces") as advance:
+                _compute(config, missing, opened, executor, writer, advance)
+    return TraceSet(config.out)
+
+
+def _compute(
+    config: TraceConfig,
+    missing: list[Asked],
+    opened: OpenModel,
+    executor: Executor,
+    writer: TraceWriter,
+    advance: Callable[[str], None],
+) -> None:
+    """Record and store; what workers lost is named at the end, when the rest is stored."""
+    work = partial(_recorded, STORED[config.store], config.eviction, config.response == "generated")
+    lost = []
+    with deferred_interrupt() as interrupt:
+        results = zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True)
+        try:
+            for asked, found in interrupt.between(results):
+                if isinstance(found, Lost):
+                    lost.append(f"{asked.name}: {found.reason}")
+                    continue
+                layers, scaling = found
+                tokens, context = layers[0][0].shape[1], len(asked.prompt.context)
+                info = TraceInfo(asked.name, tokens, context, asked.task, scaling)
+                writer.add(info, layers)
+                advance(asked.task)
+        except KeyboardInterrupt:
+            writer.flush()
+            raise
+    writer.flush()
+    if lost:
+        raise WorkersLost(
+            f"{len(lost)} traces could not be recorded, the others are stored; run the same command again. "
+            f"First: {lost[0]}"
+        )
+
+
+def _recorded(
+    dtype: torch.dtype, eviction: Target | None, generated: bool, lm: LoadedModel, asked: Asked
+) -> Recorded:
+    prompt = answered(lm, asked.prompt) if generated else asked.prompt
+    return record(lm, prompt, dtype, eviction, asked.name)
+
+
+@torch.inference_mode()
+def answered(lm: LoadedModel, prompt: Prompt) -> Prompt:
+    """The prompt with the model's own greedy answer as reference: as long as the given one at most."""
+    start = len(prompt.context) + len(prompt.question)
+    cache = Cache.empty(lm.geometry.layers, start + len(prompt.reference.ids))
+    ids = torch.tensor([*prompt.context, *prompt.question], device=lm.device)
+    answer: list[int] = []
+    while len(answer) < len(prompt.reference.ids):
+        position = start + len(answer) - 1 if answer else 0
+        token = int(read(lm, cache, ids, position)[0, -1].argmax())
+        if token in lm.eos_ids:
+            break
+        answer.append(token)
+        ids = torch.tensor([token], device=lm.device)
+    return replace(prompt, reference=Continuation(tuple(answer), len(answer)))
+
+
+@torch.inference_mode()
+def record(
+    lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Target | None, name: str
+) -> Recorded:
+    """One prompt followed by its reference: (queries, keys, values) per full-attention layer, scaling."""
+    recorder = _Recorder(lm.geometry.full_layers, dtype)
+    context = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
+    rest = torch.tensor([*prompt.question, *prompt.reference.ids], device=lm.device)
+    cache = Cache.empty(lm.geometry.layers, _length(prompt))
+    if eviction is None or not prompt.context:
+        read(lm, cache, torch.cat([context, rest]), 0, observer=recorder)
+        return recorder.finished(), recorder.scaling
+    ranking = Ranking(lm, [[eviction.ranker]], draw_key(name), seen=len(context))
+    read_and_rank(lm, cache, context, 0, ranking, recorder)
+    if ranking.failed:
+        raise BadInput(next(iter(ranking.failed.values())))
+    cache, _ = evict(lm, cache, [eviction], [0], ranking, len(rest))
+    read(lm, cache, rest, len(context), observer=recorder)
+    return recorder.finished(), recorder.scaling
+
+
+def _samples(config: TraceConfig, opened: OpenModel) -> list[Asked]:
+    """Every sample, the tasks taking turns."""
+    specs = expand_tasks(config.tasks)
+    check_data(config.data, [TASKS.parse(spec) for spec in specs])
+    per_task = -(-config.samples // len(specs))
+    columns = [_column(config, opened, spec, per_task) for spec in specs]
+    there = sum(map(len, columns))
+    if there < config.samples:
+        raise BadInput(f"--samples {config.samples}: {', '.join(config.tasks)} have only {there} samples")
+    turns = [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
+    if len({asked.name for asked in turns}) < len(turns):
+        raise BadInput(f"{', '.join(config.tasks)} give the same sample twice: name each task once")
+    return turns[: config.samples]
+
+
+def _column(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[Asked]:
+    """`count` samples of one task. With a range of lengths, up to 8 evenly spaced ones take turns."""
+    if config.lengths is None:
+        return _prompts(config, opened, spec, count)
+    low, high = config.lengths
+    steps = min(8, count, high - low + 1)
+    lengths = [low + (high - low) * i // max(1, steps - 1) for i in range(steps)]
+    per_length = -(-count // steps)
+    sized = [_prompts(config, opened, _with_length(spec, length), per_length) for length in lengths]
+    turns = [column[i] for i in range(per_length) for column in sized if i < len(column)]
+    return turns[:count]
+
+
+def _with_length(spec: str, length: int) -> str:
+    return f"{spec}{',' if ':' in spec else ':'}length={length}"
+
+
+def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[Asked]:
+    task = TASKS.parse(spec)
+    run = RunConfig(
+        ("-",), (spec,), (1,), config.model, limit=count, seed=config.seed, data=config.data,
+        question="withheld",  # a trace's boundary is where the question begins, whatever the task shows
+    )  # fmt: skip
+    work = Work.build(run, plan_task(run, task, []), opened)
+    found = []
+    for sample, prompt in work.items:
+        if isinstance(prompt, str):
+            raise BadInput(f"sample '{sample.id}' of {spec}: {prompt}; use shorter samples")
+        ids = fingerprint([prompt.context, prompt.question, prompt.reference.ids])[:8]  # other data, other id
+        found.append(Asked(f"{spec_of(task)}|{sample.id}|{ids}", task.name, prompt))
+    return found
+
+
+def _length(prompt: Prompt) -> int:
+    return len(prompt.context) + len(prompt.question) + len(prompt.reference.ids)
+
+
+def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
+    geometry = opened.geometry
+    return {
+        "model": opened.name,
+        "model_sha256": opened.sha256,
+        "layers": len(geometry.full_layers),
+        "query_heads": geometry.query_heads,
+        "kv_heads": geometry.kv_heads,
+        "head_dim": geometry.head_dim,
+        "dtype": config.store,
+        "model_dtype": str(opened.dtype).removeprefix("torch."),
+        "tasks": list(config.tasks),
+        "length": config.length,
+        "seed": config.seed,
+        "data": Path(config.data).name if config.data else None,
+        "under": config.under,
+        "response": None if config.response == "data" else config.response,
+        "under_weights": config.eviction.ranker.policy.identity if config.eviction else "",
+    }
+
+
+def _check_disk(config: TraceConfig, opened: OpenModel, missing: list[Asked]) -> str:
+    """What will be written, in words. Raises StoreError for what the disk cannot hold."""
+    geometry = opened.geometry
+    itemsize = STORED[config.store].itemsize
+    heads = geometry.query_heads + 2 * geometry.kv_heads
+    tokens = sum(_length(asked.prompt) for asked in missing)
+    size = len(geometry.full_layers) * heads * geometry.head_dim * itemsize * tokens
+    free = shutil.disk_usage(_existing(Path(config.out))).free
+    told = f"{len(missing)} traces, {tokens} tokens, {size / 2**30:.2f} GiB; {free / 2**30:.1f} GiB free"
+    if size > free * 0.95:
+        raise StoreError(f"{told} in {config.out}: record fewer or shorter samples, or choose another --out")
+    return told
+
+
+def _existing(path: Path) -> Path:
+    while not path.exists():
+        path = path.parent
+    return path

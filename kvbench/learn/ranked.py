@@ -1,0 +1,196 @@
+"""Recorded tokens, ranked: what policies would keep at a split point of a trace, and what the future says.
+
+No model is called, but for policies that read extra tokens: the traces' model reads those, and nothing
+else, after the recorded keys and values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..contract.draws import draw_key
+from ..contract.need import Need
+from ..contract.observation import Observation, Probed
+from ..contract.pins import Pins, parse_pins
+from ..contract.policy import Policy, TrainedFor
+from ..contract.registry import POLICIES, expand_policies, spec_of
+from ..engine.attention import Layer
+from ..engine.cache import Cache
+from ..engine.order import rank
+from ..engine.probe import read_embedded, validated_probe
+from ..engine.score import validated_score
+from ..errors import BadInput
+from ..model.open import LoadedModel, open_model
+from ..study.plan import check_trained
+from .trace import Trace, TraceSet, utilities
+
+if TYPE_CHECKING:
+    from ..model.open import LoadedModel
+    from .trace import Trace
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """One trace at one split point n: the tokens before n, and the future from n on.
+
+    orders: {spec: slots (layer, kv_head, n) int64, the one to keep longest first}. utility: the future
+    attention of each slot, (layer, kv_head, n) float32.
+    """
+
+    split: int
+    orders: dict[str, Tensor]
+    utility: Tensor
+
+
+@dataclass(frozen=True)
+class RecordedRanker:
+    """Ranks traces with policies. pins: none, native, or FIRST,LAST. lm: reads extra tokens, if any do."""
+
+    traces: TraceSet
+    policies: list[Policy]
+    pins: str
+    seed: int
+    lm: LoadedModel | None
+
+    @classmethod
+    def open(
+        cls, traces: TraceSet, specs: Iterable[str], pins: str = "none", seed: int = 0
+    ) -> RecordedRanker:
+        """Raises: KvbenchError for unknown names, bad pins, and policies that do not fit the traces."""
+        parse_pins(pins)
+        policies = policies_for(traces, specs)
+        return cls(traces, policies, pins, seed, _reader(traces, policies))
+
+    @property
+    def specs(self) -> list[str]:
+        return [spec_of(policy) for policy in self.policies]
+
+    def pins_of(self, policy: Policy) -> Pins:
+        asked = parse_pins(self.pins)
+        return policy.pins if asked is None else asked
+
+    @torch.inference_mode()
+    def rank(self, trace: Trace, splits: list[int]) -> list[Ranked]:
+        """Every policy's ranking of all layers, at every split. splits: ascending, each in 1..token-1."""
+        probes = self._probes(trace, splits)
+        orders: dict[tuple[int, str], list[Tensor]] = {}
+        utility: list[list[Tensor]] = [[] for _ in splits]
+        for layer in range(self.traces.layers):
+            q, k, v = (part.float() for part in trace.layer(layer))
+            found = utilities(q, k, trace.info.scaling, splits)
+            for i, n in enumerate(splits):
+                utility[i].append(found[i])
+                seen = self._observation(trace, layer, (q[:, :n], k[:, :n], v[:, :n]), found[i])
+                for policy in self.policies:
+                    shown = seen
+                    if probed := probes.get((i, spec_of(policy))):
+                        shown = replace(seen, _probe=probed[layer], _queries=q[None, :, :0], _shared={})
+                    order = rank(validated_score(policy, shown), seen.positions, self.pins_of(policy), n)[0]
+                    orders.setdefault((i, spec_of(policy)), []).append(order)
+        return [
+            Ranked(n, {spec: torch.stack(orders[i, spec]) for spec in self.specs}, torch.stack(utility[i]))
+            for i, n in enumerate(splits)
+        ]
+
+    def _probes(self, trace: Trace, splits: list[int]) -> dict[tuple[int, str], list[Probed]]:
+        """Extra tokens of every layer by (split, policy); policies with equal ones share a pass."""
+        found: dict[tuple[int, str], list[Probed]] = {}
+        for i, n in enumerate(splits):
+            read: list[tuple[Tensor, list[Probed]]] = []
+            for policy in self.policies:
+                tokens = policy.probe
+                if self.lm is None or tokens is None or Need.PROBE not in policy.needs:
+                    continue
+                same = next((one for known, one in read if torch.equal(known, tokens)), None)
+                if same is None:
+                    read.append((tokens, same := probe_trace(self.lm, trace, n, policy)))
+                found[i, spec_of(policy)] = same
+        return found
+
+    def _observation(
+        self, trace: Trace, layer: int, recorded: tuple[Tensor, Tensor, Tensor], future: Tensor
+    ) -> Observation:
+        """What a policy sees of one recorded layer, as if its n tokens had just been prefilled."""
+        q, k, v = recorded
+        n = k.shape[1]
+        return Observation(
+            layer=layer,
+            n_layers=self.traces.layers,
+            full_index=layer,
+            keys=k[None],
+            values=v[None],
+            positions=torch.arange(n).expand(1, k.shape[0], -1),
+            new=n,
+            seen=n,
+            scaling=trace.info.scaling,
+            module=None,
+            key=draw_key(self.seed, trace.info.id),
+            _queries=q[None],
+            _future=lambda: future[None],
+        )
+
+
+def policies_for(traces: TraceSet, specs: Iterable[str]) -> list[Policy]:
+    """The policies, each once. Raises: KvbenchError for one that was trained for another model."""
+    parsed = [POLICIES.parse(spec) for spec in expand_policies(specs)]
+    policies = list({spec_of(policy): policy for policy in parsed}.values())
+    model = TrainedFor(traces.layers, traces.kv_heads, traces.dim, traces.header["model_sha256"])
+    for policy in policies:
+        check_trained(policy, traces.header["model"], model)
+    return policies
+
+
+def learned_policies() -> list[str]:
+    """Registered policies whose plain form has learned weights."""
+    broken = POLICIES.failures()
+    names = [name for name in POLICIES.names() if name not in broken]
+    return [name for name in names if POLICIES.parse(name).trained_for is not None]
+
+
+def boundary(trace: Trace) -> list[int]:
+    """The split where the question begins."""
+    return [max(1, trace.info.context)]
+
+
+def _reader(traces: TraceSet, policies: list[Policy]) -> LoadedModel | None:
+    """The model that recorded the traces, where a policy has extra tokens for it to read."""
+    if not any(Need.PROBE in policy.needs for policy in policies):
+        return None
+    opened = open_model(traces.header["model"], "cpu", traces.header["model_dtype"])
+    if opened.sha256 != traces.header["model_sha256"]:
+        raise BadInput(
+            f"{traces.folder} was recorded with another model under the name {opened.name}: record it again"
+        )
+    return opened.load()
+
+
+def probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[Probed]:
+    """A policy's extra tokens in every layer, read after the first n tokens of a trace.
+
+    The recorded keys and values are the cache, so no token of the trace is read again. Raises BadInput
+    where layers are missing in the trace (sliding windows), PluginError as `validated_probe`.
+    """
+    if len(lm.geometry.full_layers) < lm.geometry.layers:
+        raise BadInput(
+            f"{policy.name} reads extra tokens, which need every layer, and traces of {lm.name} lack the "
+            "layers with a sliding window: measure it with kvbench run"
+        )
+    tokens = validated_probe(policy, lm, n)
+    cache = Cache.empty(lm.geometry.layers, n + tokens.shape[0])
+    for layer in range(lm.geometry.layers):
+        _, keys, values = trace.layer(layer)
+        keys, values = (part[None, :, :n].to(lm.device, lm.dtype) for part in (keys, values))
+        cache.buckets[0].append(layer, keys, values, torch.arange(n))
+    found: list[Probed] = []
+
+    def observer(layer: Layer) -> None:
+        keys = layer.bucket.view(layer.index)[0][:, :, n:]
+        found.append(Probed(layer.queries.float().cpu(), keys.float().cpu()))
+
+    read_embedded(lm, cache, tokens, n, observer)
+    return found

@@ -1,0 +1,133 @@
+"""Comparisons with a baseline as text, Markdown, CSV or JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pandas as pd
+
+from ..contract.metrics import describe
+from ..errors import BadInput
+from ..stats.panels import SETTING, describe_setting, seeds_text, short
+from ..stats.significance import ALPHA
+from .table import FORMATS, grid, heading, json_lines, number
+
+NAMES = {"mcnemar": "exact McNemar test", "flip": "permutation test (random signs)"}
+
+
+def render_comparison(frame: pd.DataFrame, fmt: str = "text") -> str:
+    """What `compare` gives as one string.
+
+    "text" and "md" show one block per task, setting and metric, a line per budget and policy, and what to
+    distrust below; "csv" and "json" are the lines themselves. Raises: BadInput for another format.
+    """
+    if fmt == "json":
+        return json_lines(frame)
+    if fmt == "csv":
+        return frame.to_csv(index=False, lineterminator="\n")
+    if fmt not in FORMATS:
+        raise BadInput(f"--format '{fmt}': choose one of {', '.join(FORMATS)}")
+    parts = []
+    for _, panel in frame.groupby(SETTING, sort=False, dropna=False):
+        setting: dict[str, Any] = {name: panel[name].iloc[0] for name in SETTING}
+        seeds = {int(seed) for text in panel["seeds"] for seed in text.split(",") if seed}
+        parts.append(
+            heading(f"{setting['task']}: {describe_setting(setting | {'seeds': seeds_text(seeds)})}", fmt)
+        )
+        for _, lines in panel.groupby("metric", sort=False):
+            parts += [_block(lines, fmt), "\n".join(f"* {note}" for note in _notes(lines))]
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(lines: pd.DataFrame, fmt: str) -> str:
+    first = lines.iloc[0]
+    counts = sorted(set(lines["n"]))
+    n = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
+    title = f"{first['task']}: {describe(first['metric']).label}, minus {short(first['baseline'])}, {n}"
+    moved = lines[lines["win"] + lines["loss"] > 0]
+    header = [
+        "policy",
+        "budget",
+        "mean",
+        short(first["baseline"]),
+        "difference",
+        "win/tie/loss",
+        "p",
+        "p, Holm",
+        "detectable",
+    ]
+    return grid(title, header, [_cells(line) for line in moved.to_dict("records")], fmt)
+
+
+def _cells(line: Mapping[Any, Any]) -> list[str]:
+    metric = line["metric"]
+    interval = f"[{signed(line['lo'], metric)},{signed(line['hi'], metric)}]" if line["n"] > 1 else ""
+    marks = " (beats full)" if line["beats_full"] else ""
+    return [
+        short(line["policy"]) + marks,
+        str(line["budget"]),
+        number(line["mean"], metric),
+        number(line["baseline_mean"], metric),
+        f"{signed(line['difference'], metric)} {interval}".strip(),
+        f"{line['win']}/{line['tie']}/{line['loss']}",
+        probability(line["p"]),
+        probability(line["p_holm"]),
+        "-" if pd.isna(line["detectable"]) else number(line["detectable"], metric),
+    ]
+
+
+def signed(value: float, metric: str) -> str:
+    """A difference in the precision of its metric, with its sign."""
+    return ("+" if value > 0 else "") + number(value, metric)
+
+
+def probability(p: float) -> str:
+    return "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
+
+
+def _notes(lines: pd.DataFrame) -> list[str]:
+    """What the numbers mean, then what to distrust."""
+    baseline, count = short(lines["baseline"].iloc[0]), len(lines)
+    tests = " or ".join(NAMES[name] for name in dict.fromkeys(lines["test"]))
+    notes = [
+        f"difference: policy minus {baseline} on the same samples, with its 95% bootstrap interval; a win is "
+        f"a sample where the policy is better. p: {tests}, two-sided; Holm corrects it for the {count} "
+        "comparisons here.",
+        "detectable: the smallest true difference that so many samples find in 4 of 5 tries at "
+        f"p < {ALPHA} before correction; a smaller one may exist and not show.",
+    ]
+    if (lines["seeds"].str.contains(",")).any():
+        notes.append(
+            "Several seeds: the differences of one sample under its seeds are averaged, n counts samples."
+        )
+    same = lines[lines["win"] + lines["loss"] == 0]
+    if len(same):
+        notes.append(f"Equal on every sample, and not listed above: {_listed(same)}.")
+    return notes + _suspects(lines)
+
+
+def _listed(lines: pd.DataFrame) -> str:
+    """ "knorm, tova at 64; tova at 128"."""
+    parts = lines.groupby("budget", sort=False)
+    return "; ".join(f"{', '.join(map(short, part['policy']))} at {budget}" for budget, part in parts)
+
+
+def _suspects(lines: pd.DataFrame) -> list[str]:
+    notes = []
+    ahead = lines[lines["beats_full"]]
+    if len(ahead):
+        notes.append(
+            f"SUSPECT: better than the full cache by more than the interval: {_listed(ahead)}. About 1 in 40 "
+            "comparisons of equals is, by luck; else look for a fault, or say why less context should help."
+        )
+    below = lines[lines["below_majority"]]
+    if len(below):
+        line = below.iloc[0]
+        which = "every policy at every budget" if len(below) == len(lines) else _listed(below)
+        notes.append(
+            f"SUSPECT: below the majority rate of {line['majority']:.2f} (always "
+            f"'{line['majority_label']}'): {which}. There {line['metric']} does not show that the model does "
+            "the task: look at agreement and kl."
+        )
+    return notes

@@ -1,0 +1,89 @@
+"""What a reader must know before believing a table: pins, missing samples, majority rate, layers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pandas as pd
+
+from ..contract.cell import FULL
+
+
+def footnotes(lines: pd.DataFrame) -> list[str]:
+    """Notes on one panel's aggregated lines (see panels), each one sentence or two."""
+    notes = []
+    if lines["lo"].notna().any():
+        notes.append("[lo,hi]: 95% bootstrap interval over samples; no width means that all samples agree.")
+    if (lines["metric"] == "eviction_cost").any():
+        notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
+    notes += _majority(lines) + _pinned(lines) + _missing(lines) + _layers(lines)
+    return notes
+
+
+def joined(words: Iterable[object]) -> str:
+    return ", ".join(map(str, words))
+
+
+def only_pins(lines: pd.DataFrame) -> pd.Series:
+    """True where the budget has no room beyond the pinned tokens, so that scores decide nothing."""
+    total = lines["pins"].map(pins_total)
+    return (lines["budget"].notna() & (total > 0) & (lines["budget"] <= total)).fillna(False).astype(bool)
+
+
+def pins_total(text: str | None) -> int:
+    """Tokens pinned, from "first,last"."""
+    return sum(int(number) for number in text.split(",")) if text else 0
+
+
+def majority(lines: pd.DataFrame) -> tuple[float, str] | None:
+    """(rate, label) of a choice task, over the largest set of samples that a cell has."""
+    rates = lines[lines["majority"].notna()].sort_values("n", ascending=False, kind="stable")
+    if rates.empty:
+        return None
+    return float(rates["majority"].iloc[0]), str(rates["majority_label"].iloc[0])
+
+
+def _majority(lines: pd.DataFrame) -> list[str]:
+    found = majority(lines)
+    if found is None:
+        return []
+    return [f"Majority rate: always answering '{found[1]}', the most common label, scores {found[0]:.2f}."]
+
+
+def _pinned(lines: pd.DataFrame) -> list[str]:
+    cells = lines[only_pins(lines)]
+    texts = []
+    for (label, pins), part in cells.groupby(["label", "pins"], sort=False):
+        texts.append(f"{label} at {_budgets(part['budget'])} (pins {str(pins).replace(',', '+')})")
+    if not texts:
+        return []
+    return [f"Only pinned tokens stay and the policy's score decides nothing: {'; '.join(texts)}."]
+
+
+def _missing(lines: pd.DataFrame) -> list[str]:
+    cells = lines[lines["reasons"].fillna("") != ""].drop_duplicates(["label", "budget"])
+    budgets: dict[tuple[str, str], list[Any]] = {}
+    for label, reasons, budget in cells[["label", "reasons", "budget"]].to_numpy(dtype=object):
+        budgets.setdefault((label, reasons), []).append(
+            budget
+        )  # any text may be a reason: pandas groups not all
+    texts = []
+    for (label, reasons), found in budgets.items():
+        where = "" if label == FULL else f" at {_budgets(found)}"
+        texts.append(f"{label}{where}: {reasons}")
+    return [f"Samples without a result, by cause (count): {' | '.join(texts)}."] if texts else []
+
+
+def _layers(lines: pd.DataFrame) -> list[str]:
+    partly = lines[(lines["evicted_layers"] > 0) & (lines["evicted_layers"] < lines["layers"])]
+    pairs = partly[["evicted_layers", "layers"]].drop_duplicates().to_numpy()
+    return [
+        f"Budgets hold in {evicted} of {layers} layers: sliding-window layers keep their window and are "
+        "never evicted."
+        for evicted, layers in pairs
+    ]
+
+
+def _budgets(budgets: Iterable[Any]) -> str:
+    return joined(sorted({int(budget) for budget in budgets if not pd.isna(budget)})) or "no budget"

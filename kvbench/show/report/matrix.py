@@ -1,0 +1,73 @@
+"""Every policy against every other at one budget, on the same samples."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...contract.metrics import describe
+from ...stats.compare import per_sample
+from ...stats.panels import short
+from ...stats.significance import ALPHA
+from ..comparison_table import probability, signed
+from .panel import NOISE, Panel
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Row minus column. verdict: "better", "worse", or "" where the corrected test does not say."""
+
+    verdict: str
+    difference: str
+    interval: str
+    outcomes: str
+    p: str
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """All pairs at one budget. rows: (label, cells in the order of the labels, None for itself)."""
+
+    budget: int
+    labels: list[str]
+    rows: list[tuple[str, list[Entry | None]]]
+    pairs: int
+    separated: int
+    n: str
+
+
+def matrices(panel: Panel, metric: str) -> list[Matrix]:
+    """One matrix per budget."""
+    frame = panel.pairs(metric)
+    name = per_sample(metric)
+    found = []
+    for _, lines in frame.groupby("budget", sort=True):
+        budget = int(lines["budget"].iloc[0])
+        there = {*lines["policy"], *lines["baseline"]}
+        labels = [label for label in panel.order if label in there]
+        cells: dict[tuple[str, str], Entry] = {}
+        for line in lines.to_dict("records"):
+            one, other = line["policy"], line["baseline"]
+            cells[one, other] = _entry(line, name, 1)
+            cells[other, one] = _entry(line, name, -1)
+        rows = [(short(label), [cells.get((label, other)) for other in labels]) for label in labels]
+        counts = sorted(set(lines["n"]))
+        n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        separated = sum(entry.verdict == "better" for entry in cells.values())
+        found.append(Matrix(budget, [short(x) for x in labels], rows, len(lines), separated, n))
+    return found
+
+
+def _entry(line: Mapping[Any, Any], metric: str, sign: int) -> Entry:
+    """sign: -1 for the pair the other way round."""
+    difference = sign * line["difference"] + 0.0  # no -0.0
+    win, loss = (line["win"], line["loss"]) if sign > 0 else (line["loss"], line["win"])
+    verdict = ""
+    if line["p_holm"] < ALPHA and abs(difference) > NOISE and describe(metric).better != "none":
+        verdict = "better" if (difference > 0) == (describe(metric).better == "higher") else "worse"
+    ends = sorted((sign * line["lo"] + 0.0, sign * line["hi"] + 0.0)) if math.isfinite(line["lo"]) else []
+    interval = f"[{','.join(signed(end, metric) for end in ends)}]" if ends else ""
+    outcomes = f"{win}/{line['tie']}/{loss}"
+    return Entry(verdict, signed(difference, metric), interval, outcomes, probability(line["p_holm"]))

@@ -1,0 +1,173 @@
+"""Does less eviction error mean better results? A point per cell, and a rank correlation in words."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+from scipy import stats
+
+from ...contract.metrics import describe
+from ...stats.bootstrap import LEVEL, Floats
+from ...stats.panels import short
+from ..table import number
+from .chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Curve, Mark
+from .look import Look
+from .panel import NOISE, Panel, words
+from .scale import scale_of
+
+ERRORS = ("missed_mass", "eviction_cost")
+RESAMPLES = 2_000
+LEAST = 4  # cells for a correlation
+
+
+@dataclass(frozen=True)
+class Relation:
+    """One eviction error (x) against one result (y). text: the correlation in words."""
+
+    x: str
+    y: str
+    chart: Chart
+    text: str
+
+
+def relations(panel: Panel, looks: dict[str, Look], ident: str) -> list[Relation]:
+    """Each eviction error that was measured against the main metric and kl."""
+    asked = [(x, y) for x in ERRORS for y in panel.judged if x in panel.metrics and y not in ERRORS]
+    return [
+        Relation(x, y, _chart(panel, cells, x, y, looks, f"{ident}{place}"), _text(panel, cells, x, y))
+        for place, (x, y) in enumerate(asked)
+        if len(cells := _cells(panel, x, y))
+    ]
+
+
+def cells_table(panel: Panel, found: Sequence[Relation]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of a table with every cell in these charts."""
+    names = [name for name in panel.metrics if name in {part for one in found for part in (one.x, one.y)}]
+    lines = pd.concat([panel.of(name) for name in names] or [panel.measured.head(0)])
+    lines = lines[lines["budget"].notna()]
+    cells = lines.to_dict("records")
+    means = {(cell["label"], int(cell["budget"]), cell["metric"]): cell["mean"] for cell in cells}
+    body = []
+    for label in panel.order:
+        for budget in panel.budgets:
+            values = [means.get((label, budget, name)) for name in names]
+            told = [
+                "" if value is None else number(value, name)
+                for value, name in zip(values, names, strict=True)
+            ]
+            if any(told):
+                body.append([short(label), str(budget), *told])
+    return ["policy", "budget", *map(_words, names)], body
+
+
+def _cells(panel: Panel, x: str, y: str) -> pd.DataFrame:
+    """label, budget, x, y, only_pins of every cell that has both."""
+    keys = ["label", "budget"]
+    one, other = (panel.of(name)[[*keys, "mean", "only_pins"]] for name in (x, y))
+    cells = one.rename(columns={"mean": "x"}).merge(
+        other.rename(columns={"mean": "y"})[[*keys, "y"]], on=keys
+    )
+    return cells[cells["budget"].notna()]
+
+
+def _chart(
+    panel: Panel, cells: pd.DataFrame, x_name: str, y_name: str, looks: dict[str, Look], ident: str
+) -> Chart:
+    """A marker per cell, larger for a larger budget."""
+    x = scale_of(cells["x"].tolist(), (LEFT, WIDTH - RIGHT), describe(x_name).limits)
+    about = describe(y_name)
+    y = scale_of(cells["y"].tolist(), (HEIGHT - BOTTOM, TOP), about.limits, about.better != "higher")
+    curves = []
+    for label in panel.order:
+        mine = cells[cells["label"] == label].sort_values("budget")
+        marks = []
+        for cell in mine.to_dict("records"):
+            told = (
+                f"{looks[label].text} at {cell['budget']}: {_words(x_name)} {number(cell['x'], x_name)}, "
+                f"{_words(y_name)} {number(cell['y'], y_name)}"
+            )
+            size = 7 + 6 * panel.budgets.index(int(cell["budget"])) / max(1, len(panel.budgets) - 1)
+            at = x.at(cell["x"]), y.at(cell["y"])
+            marks.append(Mark(*at, bool(cell["only_pins"]), round(size, 1), told))
+        if marks:
+            curves.append(Curve(looks[label], tuple(marks)))
+    return Chart(
+        ident, "cells", f"{_words(y_name)} against {_words(x_name)}", f"{about.better} is better",
+        f"{_words(x_name)} (lower is better)", x.marks, y.marks, curves,
+    )  # fmt: skip
+
+
+def _text(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
+    """How closely the two go together, over all cells of real policies and within each budget."""
+    cells = cells[cells["label"].isin(panel.candidates)].copy()
+    cells[["x", "y"]] = (cells[["x", "y"]] / NOISE).round()  # rounding errors have no order
+    who = f"{cells['label'].nunique()} policies at {cells['budget'].nunique()} budgets, brackets left out"
+    rho, low, high = spearman(cells["x"].to_numpy(), cells["y"].to_numpy())
+    n = len(cells)
+    if not math.isfinite(rho):
+        return f"n = {n} cells ({who}): too few, or all alike, for a rank correlation."
+    good = 1 if describe(y).better == "lower" else -1  # the sign that "less error, better result" has
+    told = _strength(good * rho, good * low, good * high)
+    return (
+        f"{told} Spearman's rank correlation is {rho:+.2f} [{low:+.2f},{high:+.2f}] over n = {n} cells "
+        f"({who}). A larger budget lowers the error and helps the result by itself; {_within(cells)}"
+    )
+
+
+def _within(cells: pd.DataFrame) -> str:
+    """The correlation at each budget alone, where it is defined."""
+    found = []
+    for budget, part in cells.groupby("budget", sort=True):
+        one = correlation(part["x"].to_numpy(), part["y"].to_numpy()) if len(part) >= LEAST else math.nan
+        if math.isfinite(one):
+            found.append(f"{one:+.2f} at {budget}")
+    return f"within one budget it is {words(found)}." if found else "within one budget it is not defined."
+
+
+def _strength(rho: float, low: float, high: float) -> str:
+    """rho and its interval, positive where less error goes with better results."""
+    low, high = min(low, high), max(low, high)
+    if not low > 0 and not high < 0:
+        return "No relation can be told: the interval includes 0."
+    if high < 0:
+        return "Less eviction error goes with worse results."
+    size = "closely" if rho >= 0.8 else "clearly" if rho >= 0.6 else "loosely"
+    return f"Less eviction error goes {size} with better results."
+
+
+def correlation(x: Floats, y: Floats) -> float:
+    """Spearman's rank correlation; NaN where one side is all alike."""
+    return float(_ranked(x[None], y[None])[0])
+
+
+def spearman(x: Floats, y: Floats) -> tuple[float, float, float]:
+    """The rank correlation with its 95% percentile bootstrap interval over cells; NaN for too few cells."""
+    rho = correlation(x, y) if len(x) >= LEAST else math.nan
+    if not math.isfinite(rho):
+        return math.nan, math.nan, math.nan
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # draws in which one side is all alike have no correlation
+        drawn = stats.bootstrap(
+            (x, y), _ranked, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
+            rng=np.random.default_rng(0),
+        )  # fmt: skip
+    low, high = np.nanpercentile(drawn.bootstrap_distribution, LEVEL)
+    return rho, float(low), float(high)
+
+
+def _ranked(x: Floats, y: Floats, axis: int = -1) -> Floats:
+    """Spearman's correlation along the last axis; NaN where a side is all alike."""
+    ranks = [stats.rankdata(side, axis=axis) for side in (x, y)]
+    one, other = (rank - rank.mean(axis=axis, keepdims=True) for rank in ranks)
+    spread = np.sqrt((one**2).sum(axis=axis) * (other**2).sum(axis=axis))
+    with np.errstate(invalid="ignore"):
+        return np.asarray((one * other).sum(axis=axis) / np.where(spread > 0, spread, np.nan))
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")

@@ -1,0 +1,83 @@
+"""A policy under one rule against itself under another: what the schedule, the question or the pins change.
+
+Paired as in `kvbench.stats.compare`, on the samples that both have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pandas as pd
+
+from ..contract.cell import FULL
+from ..errors import BadInput
+from .aggregate import available, check_names, column_of, prepared
+from .bootstrap import Measured, intervals
+from .compare import COLUMNS, finished, is_binary, line_of, on_same_samples, per_sample, with_flags
+from .panels import RULES, SETTING, main_metric
+
+USUAL = {"schedule": "prefill", "question": "withheld", "pins": "native"}  # what the others are compared with
+
+
+def compare_rules(
+    rows: pd.DataFrame, field: str, metrics: Sequence[str] | None = None,
+    tasks: Mapping[str, Mapping[str, Any]] | None = None,
+) -> pd.DataFrame:  # fmt: skip
+    """Every policy under each other value of a rule minus itself under the usual one, per budget.
+
+    rows: as `read_rows` gives them. field: "schedule", "question" or "pins"; everything else must be equal.
+    metrics, tasks and the columns: as in `kvbench.stats.compare.compare`, with baseline
+    the usual value in words.
+    Raises: BadInput for another field, or where no policy ran under two values.
+    """
+    if field not in RULES:
+        raise BadInput(f"--versus '{field}': choose one of {', '.join(RULES)}")
+    names = [name for name in available(rows) if name != "ppl"]
+    if metrics is not None:
+        check_names(metrics, names)
+    parts = []
+    for task, own in rows.groupby("task_spec", sort=False):
+        there = available(own)
+        main = main_metric(pd.DataFrame({"metric": there}), str(task), tasks)
+        asked = metrics or [per_sample(main), "kl"]
+        parts += [_paired(own, field, name) for name in dict.fromkeys(asked) if name in there]
+    found = [part for part in parts if len(part)]
+    if not found:
+        raise BadInput(
+            f"--versus {field}: no policy has samples under '{USUAL[field]}' and under another value, with "
+            "everything else equal; run it again with the other value, and name both folders"
+        )
+    return with_flags(pd.concat(found, ignore_index=True), rows)[[*COLUMNS, *SETTING[1:]]]
+
+
+def _paired(rows: pd.DataFrame, field: str, metric: str) -> pd.DataFrame:
+    rows = prepared(rows)
+    column = column_of(rows, metric)
+    usable = rows[(rows["status"] == "ok") & rows[column].notna()]
+    binary = is_binary(usable[column])
+    lines: list[dict[str, Any]] = []
+    items: list[Measured] = []
+    for setting, mine, usual in _sides(usable[usable["policy"] != FULL], field):
+        both = on_same_samples(mine, usual, column)
+        if len(both):
+            line, item = line_of(both, metric, binary)
+            lines.append({**setting, "baseline": f"{field} {USUAL[field]}", **line})
+            items.append(item)
+    for line, (low, high) in zip(lines, intervals(items), strict=True):
+        line.update(lo=low, hi=high)
+    return finished(lines, list(dict.fromkeys(rows.sort_index()["policy"])))
+
+
+def _sides(
+    rows: pd.DataFrame, field: str
+) -> Iterator[tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]]:  # fmt: skip
+    """(setting of the other value, its rows, the usual value's rows) of every policy and budget."""
+    name, *more = RULES[field]
+    equal = [column for column in [*SETTING, "policy", "budget"] if column not in RULES[field]]
+    for _, part in rows.groupby(equal, sort=False, dropna=False):
+        usual = part[part[name] == USUAL[field]]
+        others = part[part[name] != USUAL[field]]
+        if len(usual) and len(others):
+            for _, mine in others.groupby([name, *more], sort=False, dropna=False):
+                yield {column: mine[column].iloc[0] for column in [*SETTING, "policy", "budget"]}, mine, usual

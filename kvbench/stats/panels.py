@@ -1,0 +1,110 @@
+"""Which aggregated lines may be compared side by side: tables and figures show one panel each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import PurePath
+from typing import Any
+
+import pandas as pd
+
+from ..contract.cell import FULL
+from ..contract.metrics import METRICS
+
+SETTING = ["task", "model", "schedule", "chunk", "question", "template", "pins_mode"]
+RULES = {"schedule": ("schedule", "chunk"), "question": ("question",), "pins": ("pins_mode",)}
+SHARED = ["task", "model", "question", "template"]  # what the full cache depends on
+
+
+def panels(frame: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
+    """Split aggregated lines into what may be compared side by side: (setting, lines).
+
+    The full cache belongs to every panel it is valid for, whatever the schedule and the pins. A
+    `label` column names each curve: the policy, and the run folder where two runs differ. The setting
+    also says the seeds that its lines have.
+    """
+    full = frame[frame["policy"] == FULL]
+    rest = frame[frame["policy"] != FULL]
+    found: list[tuple[dict[str, Any], pd.DataFrame]] = []
+    for _, part in rest.groupby(SETTING, sort=False, dropna=False):
+        setting = _setting(part)
+        own = full[matches(full, setting, SETTING)]
+        lines = pd.concat([own if len(own) else full[matches(full, setting, SHARED)], part])
+        found.append((setting, _labelled(lines)))
+    if rest.empty:
+        for _, part in full.groupby(SETTING, sort=False, dropna=False):
+            found.append((_setting(part), _labelled(part)))
+    return found
+
+
+def _setting(lines: pd.DataFrame) -> dict[str, Any]:
+    seeds = {int(seed) for text in lines["seeds"] for seed in text.split(",") if seed}
+    return {name: lines[name].iloc[0] for name in SETTING} | {"seeds": seeds_text(seeds)}
+
+
+def seeds_text(seeds: Iterable[int]) -> str:
+    """ "0,1,2" of any seeds, each once, ascending."""
+    return ",".join(map(str, sorted(set(seeds))))
+
+
+def matches(frame: pd.DataFrame, setting: Mapping[str, Any], names: Sequence[str]) -> pd.Series:
+    """Lines that agree with the setting in these columns; a missing value equals a missing one."""
+    keep = pd.Series(True, index=frame.index)
+    for name in names:
+        keep &= _same(frame[name], setting[name])
+    return keep
+
+
+def _same(column: pd.Series, value: Any) -> pd.Series:
+    return column.isna() if pd.isna(value) else (column == value).fillna(False).astype(bool)
+
+
+def _labelled(lines: pd.DataFrame) -> pd.DataFrame:
+    full = (lines["policy"] == FULL) & lines.duplicated(["metric", "policy", "mean", "lo", "hi", "n"])
+    lines = lines[~full]  # the same full cache under two schedules
+    lines = _apart(lines.assign(label=lines["policy"]), "run")
+    return _apart(lines, "family")
+
+
+def _apart(lines: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Labels that name two curves also say this column."""
+    twice = lines.duplicated(["metric", "label", "budget"], keep=False)
+    several = set(lines.loc[twice, "label"])
+    labels = [
+        f"{label} ({value[:6] if name == 'family' else value})" if label in several and value else label
+        for label, value in lines[["label", name]].to_numpy()
+    ]
+    return lines.assign(label=labels)
+
+
+def main_metric(lines: pd.DataFrame, task: str, tasks: Mapping[str, Mapping[str, Any]] | None) -> str:
+    """The metric a task is about: what the manifest says, else the first that its lines have.
+
+    tasks: {task or spec: {"metric": name}}.
+    """
+    names = list(dict.fromkeys(lines["metric"]))
+    entry = (tasks or {}).get(task) or (tasks or {}).get(task.split(":")[0]) or {}
+    if entry.get("metric") in names:
+        return str(entry["metric"])
+    return next((name for name in METRICS if name in names), names[0])
+
+
+def describe_setting(setting: Mapping[str, Any]) -> str:
+    """The rules of a panel in a few words, task aside."""
+    chunk = "" if pd.isna(setting["chunk"]) else f" of {setting['chunk']} tokens"
+    pins = "native (each policy's own)" if setting["pins_mode"] == "native" else setting["pins_mode"]
+    seeds = setting["seeds"]
+    return (
+        f"{setting['model']}, {setting['schedule']}{chunk}, question {setting['question']}, "
+        f"pins {pins}, template {setting['template']}, seed{'s' if ',' in seeds else ''} {seeds}"
+    )
+
+
+def short(label: str) -> str:
+    """A spec for display: of a parameter that is a path only the file's stem, which names it well enough."""
+    name, colon, rest = label.partition(":")
+    pairs = [piece.partition("=") for piece in rest.split(",")] if colon else []
+    shown = [
+        f"{key}{equals}{PurePath(value).stem if '/' in value else value}" for key, equals, value in pairs
+    ]
+    return name + colon + ",".join(shown)

@@ -1,0 +1,103 @@
+"""What a run is: one frozen configuration, checked once, before any model loads."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
+
+from ..contract.pins import parse_pins
+from ..errors import BadInput
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """Rules that belong together. None leaves a rule to the task."""
+
+    question: Literal["withheld", "seen"] | None
+    pins: str | None
+
+
+# paper: each task as its paper runs it, each policy with what its own paper always keeps.
+# controlled: nobody knows the question, and the same tokens are pinned for everyone.
+PROTOCOLS = {"paper": Protocol(None, None), "controlled": Protocol("withheld", "4,16")}
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """One `kvbench run`.
+
+    policies, tasks: names with parameters (`snapkv:window=64`); "all" stands for every policy.
+    budgets: KV pairs kept per KV head per layer, pins included. limit: samples per task.
+    protocol: a set of rules, see PROTOCOLS. pins, question, schedule, chunk: given, they go before the
+    protocol's; None takes the protocol's, else each task's own. data: a jsonl file in the hub's
+    schema. draft: verify likely answers in one pass; it changes no result. seeds: several seeds
+    instead of one, each with rows of its own. out: run folder; None derives one from the
+    configuration, so that the same command finds its rows again.
+    """
+
+    policies: tuple[str, ...]
+    tasks: tuple[str, ...]
+    budgets: tuple[int, ...]
+    model: str = "smollm2-135m"
+    limit: int | None = None
+    seed: int = 0
+    device: str = "auto"
+    dtype: str = "auto"
+    protocol: str = "paper"
+    schedule: Literal["prefill", "chunked"] | None = None
+    chunk: int | None = None
+    pins: str | None = None
+    question: Literal["withheld", "seen"] | None = None
+    template: Literal["auto", "chat", "none"] = "auto"
+    data: str | None = None
+    draft: bool = True
+    out: str | None = None
+    seeds: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("policies", "tasks", "budgets"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple([value] if isinstance(value, str | int) else value))
+            if not getattr(self, name):
+                raise BadInput(f"no {name} given: name at least one")
+        for budget in self.budgets:
+            if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+                raise BadInput(f"budget {budget}: a budget is a whole number of KV pairs, 1 or more")
+        object.__setattr__(self, "budgets", tuple(sorted(set(self.budgets))))
+        object.__setattr__(self, "seeds", tuple(dict.fromkeys(self.seeds)))
+        for seed in (self.seed, *self.seeds):
+            if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+                raise BadInput(f"seed {seed}: a seed is a whole number from 0 to 2**63 - 1")
+        if self.seeds and self.seed:
+            raise BadInput(f"--seed {self.seed} and --seeds: give one of them")
+        if self.limit is not None and self.limit < 1:
+            raise BadInput(f"--limit {self.limit}: must be 1 or more")
+        if self.chunk is not None and self.chunk < 1:
+            raise BadInput(f"--chunk {self.chunk}: a chunk has 1 token or more")
+        if self.chunk is not None and self.schedule == "prefill":
+            raise BadInput("--chunk goes with --schedule chunked; prefill reads the context in one piece")
+        self._check_choice("protocol", tuple(PROTOCOLS))
+        self._check_choice("schedule", (None, "prefill", "chunked"))
+        self._check_choice("question", (None, "withheld", "seen"))
+        self._check_choice("template", ("auto", "chat", "none"))
+        self._check_choice("dtype", ("auto", "float32", "bfloat16"))
+        asked = self.pins or PROTOCOLS[self.protocol].pins
+        pins = parse_pins(asked) if asked else None
+        if pins is not None and pins.total > self.budgets[0]:
+            raise BadInput(
+                f"budget {self.budgets[0]} < pins {pins.first} + {pins.last} = {pins.total}: "
+                f"raise the budget to {pins.total} or pin fewer tokens"
+            )
+
+    def _check_choice(self, name: str, allowed: tuple[str | None, ...]) -> None:
+        value = getattr(self, name)
+        if value not in allowed:
+            names = ", ".join(text for text in allowed if text)
+            raise BadInput(f"--{name} '{value}': choose one of {names}")
+
+    def of_each_seed(self) -> list[RunConfig]:
+        """The same run, once for every seed."""
+        return [replace(self, seed=seed, seeds=()) for seed in self.seeds or (self.seed,)]
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)

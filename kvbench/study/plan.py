@@ -1,0 +1,105 @@
+"""What a run will compute: cells, samples and the keys of their rows, known before weights load."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
+
+from ..contract.cell import FULL, Cell
+from ..contract.pins import Pins, parse_pins
+from ..contract.policy import Policy, TrainedFor
+from ..contract.registry import spec_of
+from ..contract.task import Task
+from ..errors import BadInput
+from .config import PROTOCOLS, RunConfig
+
+if TYPE_CHECKING:
+    from ..engine.ranking import Ranker
+    from ..model.open import OpenModel
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """One task with the cells to evaluate.
+
+    question, pins: as resolved from the options, the protocol and the task. cells: each cell with its
+    policy under its pins. specs: each cell's policy as written. full: the cell without eviction, which
+    is always evaluated.
+    """
+
+    task: Task
+    question: str
+    pins: str
+    cells: dict[Cell, Ranker]
+    specs: dict[Cell, str]
+    full: Cell
+
+    @property
+    def all_cells(self) -> list[Cell]:
+        return [self.full, *self.cells]
+
+
+def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan:
+    """The cells of one task: every policy at every budget.
+
+    An option goes before the protocol, the protocol before the task's own rules.
+
+    Raises BadInput for a chunked schedule without a chunk size.
+    """
+    from ..engine.ranking import Ranker
+
+    protocol = PROTOCOLS[config.protocol]
+    own_schedule, own_chunk = task.loop()
+    schedule = config.schedule or ("chunked" if config.chunk else own_schedule)
+    chunk = (config.chunk or own_chunk) if schedule == "chunked" else None
+    if schedule == "chunked" and chunk is None:
+        raise BadInput(f"--schedule chunked: task '{task.name}' has no chunk size of its own, add --chunk N")
+    question = config.question or protocol.question or task.question
+    mode = config.pins or protocol.pins or task.pins
+    asked = parse_pins(mode)
+    cells, specs = {}, {}
+    for policy in policies:
+        pins = policy.pins if asked is None else asked
+        params = tuple(asdict(policy).items())
+        for budget in config.budgets:
+            cell = Cell(policy.name, params, budget, pins, schedule, chunk)
+            cells[cell] = Ranker(policy, pins)
+            specs[cell] = spec_of(policy)
+    full = Cell(FULL, (), None, Pins(), schedule, chunk)
+    return TaskPlan(task, question, mode, cells, specs, full)
+
+
+def check_data(data: str | None, tasks: list[Task]) -> None:
+    """Refuse bad or missing data, and a file that no task would read. Raises BadInput."""
+    if data is not None and not any(task.takes_data for task in tasks):
+        raise BadInput(f"--data {data}: {', '.join(task.name for task in tasks)} read no data; leave it out")
+    for task in tasks:
+        task.check(data)
+
+
+def check_fits(policy: Policy, opened: OpenModel) -> None:
+    """Refuse learned weights on a model that they were not trained for.
+
+    Raises BadInput with the commands that would train them.
+    """
+    geometry = opened.geometry
+    shape = (len(geometry.full_layers), geometry.kv_heads, geometry.head_dim)
+    check_trained(policy, opened.name, TrainedFor(*shape, opened.sha256))
+
+
+def check_trained(policy: Policy, name: str, model: TrainedFor) -> None:
+    """`check_fits` for a model that is known by its name, sizes and fingerprint only."""
+    trained = policy.trained_for
+    if trained is None or trained == model:
+        return
+    asked = (model.layers, model.kv_heads, model.head_dim)
+    fitting = (trained.layers, trained.kv_heads, trained.head_dim)
+    reason = f"have another fingerprint than {name}" if asked == fitting else (
+        f"are for (layers, KV heads, head size) {fitting}, {name} has {asked}"
+    )  # fmt: skip
+    raise BadInput(
+        f"the weights of {spec_of(policy)} {reason}. Train some for it: kvbench trace --model {name} "
+        f"--task needle,ruler/niah_single_2,ruler/niah_multikey_2,ruler/vt --length 350-700 --samples 96 "
+        f"--out traces, then kvbench train --policy {policy.name} --traces traces "
+        f"--out {policy.name}.safetensors, then --policy {policy.name}:weights={policy.name}.safetensors"
+    )

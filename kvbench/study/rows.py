@@ -1,0 +1,143 @@
+"""From measurements to rows: one line per (cell, sample), with everything needed to read it alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from typing import TYPE_CHECKING, Any
+
+from ..contract.cell import FULL, Cell
+from ..contract.identity import IN_MANIFEST, fingerprint
+from ..contract.registry import spec_of
+from ..contract.task import Sample, guarded
+from ..errors import PluginError
+
+if TYPE_CHECKING:
+    from ..engine.evaluate import Measurement
+    from ..model.open import LoadedModel
+    from ..model.prompt import Prompt
+    from .samples import Work
+
+NO_CONTEXT = (
+    "nothing precedes the question, so with it withheld there is no context to evict, at most a template"
+)
+
+
+def sample_rows(
+    work: Work, lm: LoadedModel, sample: Sample, prompt: Prompt | str, wanted: Set[str]
+) -> list[dict[str, Any]]:
+    """Evaluate the cells behind the wanted keys; a skipped sample gives its reason in each of its rows."""
+    from ..contract.draws import draw_key
+    from ..engine.evaluate import Failure, evaluate
+
+    missing = _cells(work, sample, wanted)
+    if isinstance(prompt, str):
+        return [_known(work, cell, sample) | {"status": "skipped", "reason": prompt} for cell in missing]
+    evicted = {cell: work.plan.cells[cell] for cell in missing if cell in work.plan.cells}
+    key = draw_key(work.config.seed, spec_of(work.plan.task), sample.id)
+    evaluated = evaluate(lm, sample, prompt, evicted, key, work.config.draft)
+    found = {work.plan.full: evaluated.full, **evaluated.cells}
+    rows = []
+    for cell in missing:
+        row = _known(work, cell, sample)
+        row |= {"context_tokens": len(prompt.context), "question_tokens": len(prompt.question)}
+        measured = found[cell]
+        if isinstance(measured, Failure):
+            rows.append(row | {"status": "failed", "reason": measured.reason})
+            continue
+        try:
+            rows.append(row | _measured(work, cell, sample, measured, evaluated.full))
+        except PluginError as error:
+            rows.append(row | {"status": "failed", "reason": str(error)})
+    return rows
+
+
+def failed_rows(work: Work, sample: Sample, wanted: Set[str], reason: str) -> list[dict[str, Any]]:
+    """The wanted rows of a sample that could not be computed."""
+    cells = _cells(work, sample, wanted)
+    return [_known(work, cell, sample) | {"status": "failed", "reason": reason} for cell in cells]
+
+
+def _cells(work: Work, sample: Sample, wanted: Set[str]) -> list[Cell]:
+    return [cell for cell in work.plan.all_cells if work.key(cell, sample) in wanted]
+
+
+def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
+    """The part of a row that is known before anything is measured."""
+    geometry = work.opened.geometry
+    settings = work.configuration(cell)
+    config = fingerprint(settings)
+    for name in IN_MANIFEST:
+        settings.pop(name)  # the row's config hash covers them
+    return {
+        "key": work.key(cell, sample),
+        "config": config,
+        "family": work.family(cell),
+        **settings,
+        "spec": work.plan.specs.get(cell, FULL),
+        "task_spec": spec_of(work.plan.task),
+        "data": work.source,
+        "pins_mode": "none" if cell.budget is None else work.plan.pins,
+        "sample": sample.id,
+        "context_tokens": None,
+        "question_tokens": None,
+        "cut_tokens": sample.cut,
+        "kept": None,
+        "peak": None,
+        "layers": geometry.layers,
+        "evicted_layers": 0 if cell.budget is None else len(geometry.full_layers),
+        "status": "ok",
+        "reason": "",
+        "note": "; ".join(filter(None, _notes(work, cell, sample))),
+        "text": "",
+        "gold_label": guarded(
+            work.plan.task, f"to label sample {sample.id!r}", lambda: work.plan.task.label(sample)
+        ),
+        "label": None,
+        "metrics": {},
+        "times": {},
+    }
+
+
+def _notes(work: Work, cell: Cell, sample: Sample) -> list[str]:
+    """What a reader of the row must know, beside its numbers."""
+    notes = [sample.note]
+    if (sample.bare or not sample.context) and work.plan.question == "withheld":
+        notes.append(NO_CONTEXT)
+    if cell.budget is not None and 0 < cell.pins.total >= cell.budget:
+        notes.append(f"budget {cell.budget} <= pins {cell.pins.total}: only pinned tokens are kept")
+    return notes
+
+
+def _measured(
+    work: Work, cell: Cell, sample: Sample, measured: Measurement, full: Measurement
+) -> dict[str, Any]:
+    """The measured part of a row. Raises: PluginError for a task's scoring that fails, or is no number."""
+    outcome, task = measured.outcome, work.plan.task
+    metrics: dict[str, float] = guarded(
+        task, f"to score sample {sample.id!r}", lambda: dict(task.score(sample, outcome.answer))
+    )
+    metrics |= {"nll": outcome.nll, "nll_tokens": outcome.nll_tokens, "kv_bytes": measured.kv_bytes}
+    if cell.budget is not None:
+        if sample.choices or sample.max_new_tokens:
+            metrics["agreement"] = float(outcome.answer.label == full.outcome.answer.label)
+        metrics["missed_mass"] = measured.missed_mass
+        if outcome.kl is not None:
+            metrics["kl"] = outcome.kl
+        if measured.eviction_cost is not None:
+            metrics["eviction_cost"] = measured.eviction_cost
+    for name, value in metrics.items():
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise PluginError(
+                f"task '{task.name}', sample {sample.id!r}: {name} is {value!r}; every metric must be a "
+                "finite number"
+            )
+    chosen = outcome.answer.loglikelihoods and sample.choices[int(outcome.answer.label)].strip()
+    return {
+        "kept": measured.kept,
+        "peak": measured.peak,
+        "text": outcome.answer.text,
+        "label": chosen or None,
+        "metrics": metrics,
+        "times": measured.times,
+    }

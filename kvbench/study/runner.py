@@ -1,0 +1,218 @@
+"""`kvbench.run`: check everything, build the samples, evaluate what is missing, store every row.
+
+Order matters: whatever can be refused is refused before the model's weights load, and a run whose
+rows are all there never loads them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from ..contract.cell import FULL
+from ..contract.identity import fingerprint
+from ..contract.look import style_of
+from ..contract.metrics import added
+from ..contract.policy import Policy
+from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
+from ..contract.task import Sample, Task
+from ..errors import BadInput
+from ..stats.aggregate import aggregate
+from ..store.files import file_name
+from ..store.results import Store, check_writable, read_rows
+from .config import RunConfig
+from .executors import Executor, Local, Lost
+from .interrupt import deferred_interrupt
+from .plan import check_data, check_fits, plan_task
+from .progress import progress as progress_bar
+from .rows import failed_rows, sample_rows
+from .samples import Work
+
+if TYPE_CHECKING:
+    from ..model.open import LoadedModel, OpenModel
+    from ..model.prompt import Prompt
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run gives back.
+
+    rows: one line per (cell, sample). table: aggregates with intervals. path: the run folder.
+    notes: what a reader of the numbers must know. failed: rows whose policy broke its contract,
+    or whose workers died. peak: the most bytes in use while this call computed, 0 where it did not.
+    """
+
+    rows: pd.DataFrame
+    table: pd.DataFrame
+    path: Path
+    notes: list[str] = field(default_factory=list)
+    failed: int = 0
+    peak: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """One sample to evaluate. task: its place among the tasks. wanted: keys of the rows to compute."""
+
+    task: int
+    sample: Sample
+    prompt: Prompt | str
+    wanted: frozenset[str]
+
+
+def run(config: RunConfig, progress: bool = True, executor: Executor | None = None) -> RunResult:
+    """Evaluate every policy x budget of a configuration and return rows and aggregates.
+
+    Rows already in the run folder are not computed again. progress: show a bar on stderr. executor:
+    who computes; None is this process. Raises KvbenchError for anything that cannot be run, before the
+    weights load.
+    """
+    with executor or Local() as executor:
+        return _run(config, progress, executor)
+
+
+def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
+    tasks = [TASKS.parse(spec) for spec in expand_tasks(config.tasks)]
+    path = _early_checks(config, tasks)
+    policies = [POLICIES.parse(spec) for spec in expand_policies(config.policies)]
+    executor.check("policy", [policy.name for policy in policies])
+    executor.check("task", [task.name for task in tasks])
+    opened = executor.open(config.model, config.device, config.dtype)
+    policies, left_out = _fitting(config, policies, opened)
+    work = [
+        Work.build(one, plan_task(one, task, policies), opened)
+        for task in tasks
+        for one in config.of_each_seed()
+    ]
+    fixed = {
+        "model": opened.name,
+        "model_sha256": opened.sha256,
+        "model_revision": opened.revision,
+        "dtype": str(opened.dtype).removeprefix("torch."),
+        "device": opened.device.type,
+    }
+    extra = {
+        "style": style_of(policies),
+        "tasks": {spec_of(item.plan.task): item.info for item in work},
+        "data": {item.sha256: item.data for item in work},
+        "metrics": added(),
+    }
+    with Store.open(path, fixed, extra, config.as_dict()) as store:
+        jobs = [Job(index, *found) for index, item in enumerate(work) for found in item.missing(store.done)]
+        if jobs:
+            with progress_bar(progress, len(jobs), "samples") as advance:
+                _compute(work, jobs, opened, executor, store, advance)
+            store.finish({**executor.facts(), "peak_bytes": executor.peak})
+        notes = [*_sources(work), *left_out, *store.notes]
+    return _result(path, work, notes, executor.peak)
+
+
+def _compute(
+    work: list[Work],
+    jobs: list[Job],
+    opened: OpenModel,
+    executor: Executor,
+    store: Store,
+    advance: Callable[[str], None],
+) -> None:
+    """Compute and store the rows of every job, as they come."""
+    plans = [replace(item, items=[]) for item in work]  # samples travel in the jobs
+    with deferred_interrupt() as interrupt:
+        found = executor.compute(opened.load, partial(_rows_of, plans), jobs)
+        for index, rows in interrupt.between(found):
+            job = jobs[index]
+            item = work[job.task]
+            if isinstance(rows, Lost):
+                rows = failed_rows(item, job.sample, job.wanted, rows.reason)
+            elif {row["key"] for row in rows} != job.wanted:
+                raise BadInput(
+                    f"a worker computed sample '{job.sample.id}' with other weights or another kvbench: give "
+                    "every machine the same files and the same version"
+                )
+            store.append(rows)
+            advance(item.plan.task.name)
+
+
+def _rows_of(plans: list[Work], lm: LoadedModel, job: Job) -> list[dict[str, Any]]:
+    return sample_rows(plans[job.task], lm, job.sample, job.prompt, job.wanted)
+
+
+def _fitting(config: RunConfig, policies: list[Policy], opened: OpenModel) -> tuple[list[Policy], list[str]]:
+    """The policies that can run on the model, and notes on those that "all" brought and that cannot.
+
+    Raises BadInput for one that was asked for by name.
+    """
+    fitting, notes = [], []
+    for policy in policies:
+        try:
+            check_fits(policy, opened)
+            fitting.append(policy)
+        except BadInput as error:
+            if spec_of(policy) in config.policies or "all" not in config.policies:
+                raise
+            notes.append(f"{spec_of(policy)} is left out: {error}")
+    return fitting, notes
+
+
+def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:
+    """Refuse bad data, models and folders within seconds; returns the run folder."""
+    from ..model.open import check_model
+
+    if len({spec_of(task) for task in tasks}) < len(tasks):
+        raise BadInput("the same task is given twice: keep one of them")
+    check_data(config.data, tasks)
+    check_model(config.model)
+    path = Path(config.out) if config.out else _default_folder(config)
+    check_writable(path)
+    return path
+
+
+def _default_folder(config: RunConfig) -> Path:
+    """A folder that the same command finds again; more budgets, policies or samples go there too."""
+    growing = ("policies", "budgets", "limit", "draft", "out", "seeds")
+    own = {key: value for key, value in config.as_dict().items() if key not in growing}
+    names = file_name("-".join(spec.partition(":")[0] for spec in config.tasks)).lstrip(".")
+    model = file_name(config.model).strip("._")
+    return Path("results") / f"{names[:60]}-{model[-40:]}-{fingerprint(own)[:8]}"
+
+
+def _sources(work: list[Work]) -> list[str]:
+    """Where the samples come from, tasks of one source together."""
+    tasks: dict[str, list[str]] = {}
+    for item in work:
+        tasks.setdefault(item.source, []).append(spec_of(item.plan.task))
+    return [f"data of {', '.join(names)}: {source}" for source, names in tasks.items()]
+
+
+def _result(path: Path, work: list[Work], notes: list[str], peak: int) -> RunResult:
+    """Rows and aggregates of this configuration; other rows of the folder stay out."""
+    rows = read_rows(path)
+    keys = set().union(*(item.keys() for item in work))
+    rows = rows[rows["key"].isin(keys)].reset_index(drop=True)
+    notes += _sample_notes(rows)
+    failed = rows[rows["status"] == "failed"]
+    for spec, reason in sorted(set(zip(failed["spec"], failed["reason"], strict=True))):
+        notes.append(f"{spec}: {int((failed['spec'] == spec).sum())} rows failed: {reason}")
+    geometry = work[0].opened.geometry
+    sliding = geometry.layers - len(geometry.full_layers)
+    if sliding:
+        notes.append(
+            f"{sliding} of {geometry.layers} layers have a sliding window and are never evicted; "
+            "budgets apply to the others"
+        )
+    return RunResult(rows, aggregate(rows), path, notes, len(failed), peak)
+
+
+def _sample_notes(rows: pd.DataFrame) -> list[str]:
+    """What the rows of the full cache note, with the number of samples; other cells add only their pins."""
+    full = rows[(rows["policy"] == FULL) & (rows["status"] == "ok")]
+    noted = full[full["note"] != ""].groupby(["task_spec", "note"], sort=False)
+    return [
+        f"{task}: {len(part)} of {(full['task_spec'] == task).sum()} samples: {note}"
+        for (task, note), part in noted
+    ]
