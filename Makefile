@@ -49,6 +49,7 @@ lint: $(VENV)/ready-to-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy kvbench policies tasks
+	$(BIN)/lint-imports
 
 unit: $(VENV)/ready-to-test
 	$(BIN)/pytest -n 2 --dist loadfile

@@ -21,9 +21,8 @@ from kvbench.contract.data import Dataset, check, filler, rows
 from kvbench.contract.identity import fingerprint
 from kvbench.contract.policy import param
 from kvbench.contract.registry import register_task
-from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
+from kvbench.contract.task import PLACEHOLDER, Answer, Sample, Samples, Setting, Task
 from kvbench.errors import BadInput
-from kvbench.model.prompt import PROBE
 
 from .ruler.text import read_text
 
@@ -243,7 +242,9 @@ def _sample(name: str, turns: list[Turn], setting: Setting, continuation: int) -
 def _parts(turns: list[Turn], setting: Setting) -> tuple[str, str, str]:
     """(turns before the last, header of the last, text of the last) as the template writes them."""
     last = turns[-1]["content"]
-    head = setting.render([*turns[:-1], {"role": "assistant", "content": PROBE}]).partition(PROBE)[0]
+    head = setting.render([*turns[:-1], {"role": "assistant", "content": PLACEHOLDER}]).partition(
+        PLACEHOLDER
+    )[0]
     whole = setting.render(turns)
     shown = next((text for text in (last, last.strip()) if whole.startswith(head + text)), None)
     if shown is None:

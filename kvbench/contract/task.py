@@ -9,6 +9,8 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 from ..errors import KvbenchError, PluginError
 
+PLACEHOLDER = "kvbench probe 7f3a"  # finds the place of a text in a chat template; never a sample's text
+
 Result = TypeVar("Result")
 
 

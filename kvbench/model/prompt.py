@@ -12,10 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..contract.task import Sample, plain_turns
+from ..contract.task import PLACEHOLDER, Sample, plain_turns
 from ..errors import BadInput
-
-PROBE = "kvbench probe 7f3a"  # finds the place of the user's text in a template; never a sample's text
 
 
 @dataclass(frozen=True)
@@ -121,12 +119,12 @@ def end_of_turn(tokenizer: Any) -> int | None:
     """The special token with which the chat template closes the model's turn, if there is one."""
     if not uses_chat(tokenizer, "auto"):
         return None
-    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PROBE}]
+    turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PLACEHOLDER}]
     try:
         text = tokenizer.apply_chat_template(turns, tokenize=False)
     except Exception:  # a template without model turns; jinja's errors share no base with ours
         return None
-    tail = text.rpartition(PROBE)[2]
+    tail = text.rpartition(PLACEHOLDER)[2]
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"] if tail else []
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
 
@@ -153,9 +151,9 @@ def _render(sample: Sample, tokenizer: Any, chat: bool) -> _Rendered:
 
 def _in_template(content: str, tokenizer: Any, name: str) -> tuple[str, str, str]:
     """(before, the user's text as the template shows it, after), of one user turn."""
-    around, text = (_apply(tokenizer, part, name) for part in (PROBE, content))
-    head, found, tail = around.partition(PROBE)
-    if not found or PROBE in tail:
+    around, text = (_apply(tokenizer, part, name) for part in (PLACEHOLDER, content))
+    head, found, tail = around.partition(PLACEHOLDER)
+    if not found or PLACEHOLDER in tail:
         raise BadInput("the chat template does not show the user's text exactly once; use --template none")
     shown = text[len(head) : len(text) - len(tail)]
     known = (content, content.strip(), content.lstrip(), content.rstrip())

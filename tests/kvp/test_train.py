@@ -310,16 +310,19 @@ def test_unknown_objective_is_refused() -> None:
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_layers_learn_apart(synthetic: TraceSet, name: str) -> None:
-    """A layer trained alone gets the weights that it gets among the others: bit for bit, or for rl nearly."""
+    """A layer trained alone gets the weights that it gets among the others, up to rounding: a processor's
+    batched product of one layer need not add up in the order in which it adds up that of several.
+    """
     config = replace(QUICK, objective=name)
     whole, cost = train(config, Lesson.prepare(config, synthetic))
     parts = [train(config, Lesson.prepare(config, synthetic, range(i, i + 1))) for i in range(LAYERS)]
     joined = ScorerWeights.joined([weights for weights, _ in parts])
-    if name == "rl":  # b2 moves all tokens of a head alike: its gradient is rounding, and no ranking sees it
-        assert torch.allclose(joined.w1, whole.w1, atol=1e-5)
-        assert torch.allclose(joined.w2, whole.w2, atol=1e-5)
-    else:
-        assert_same(joined, whole)
+    for part, tensor in joined.tensors().items():
+        if (name, part) == ("rl", "b2"):  # moves all tokens of a head alike: its gradient is rounding
+            continue
+        torch.testing.assert_close(
+            tensor, whole.tensors()[part], atol=1e-5, rtol=0, msg=lambda m, p=part: f"{p}: {m}"
+        )
     assert sum(one for _, one in parts) / LAYERS == pytest.approx(cost)
 
 
