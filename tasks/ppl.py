@@ -242,9 +242,8 @@ def _sample(name: str, turns: list[Turn], setting: Setting, continuation: int) -
 def _parts(turns: list[Turn], setting: Setting) -> tuple[str, str, str]:
     """(turns before the last, header of the last, text of the last) as the template writes them."""
     last = turns[-1]["content"]
-    head = setting.render([*turns[:-1], {"role": "assistant", "content": PLACEHOLDER}]).partition(
-        PLACEHOLDER
-    )[0]
+    marked = setting.render([*turns[:-1], {"role": "assistant", "content": PLACEHOLDER}])
+    head = marked.partition(PLACEHOLDER)[0]
     whole = setting.render(turns)
     shown = next((text for text in (last, last.strip()) if whole.startswith(head + text)), None)
     if shown is None:

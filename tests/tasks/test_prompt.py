@@ -10,13 +10,25 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from kvbench.contract.task import Sample
+from kvbench.contract.task import PLACEHOLDER, Sample
 from kvbench.errors import BadInput
-from kvbench.model.prompt import PROBE, build_prompt, count_tokens, end_of_turn, uses_chat
+from kvbench.model.prompt import build_prompt, count_tokens, end_of_turn, uses_chat
 from tests.tiny import CHAT, tiny_tokenizer
 
 STRIPPING = CHAT.replace("m.content", "m.content | trim")
-ODD = ["", " ", "\n", "####", f"a {PROBE} b", "the \n\n", "日本語 🙂 é", "a\0b", "<|end|>", "{{ m }}", "  in"]
+ODD = [
+    "",
+    " ",
+    "\n",
+    "####",
+    f"a {PLACEHOLDER} b",
+    "the \n\n",
+    "日本語 🙂 é",
+    "a\0b",
+    "<|end|>",
+    "{{ m }}",
+    "  in",
+]
 
 
 def sentencepiece_like(bos: bool, eos: bool) -> Any:
