@@ -320,9 +320,7 @@ def test_layers_learn_apart(synthetic: TraceSet, name: str) -> None:
     for part, tensor in joined.tensors().items():
         if (name, part) == ("rl", "b2"):  # moves all tokens of a head alike: its gradient is rounding
             continue
-        torch.testing.assert_close(
-            tensor, whole.tensors()[part], atol=1e-5, rtol=0, msg=lambda m, p=part: f"{p}: {m}"
-        )
+        assert torch.allclose(tensor, whole.tensors()[part], atol=1e-5, rtol=0), part
     assert sum(one for _, one in parts) / LAYERS == pytest.approx(cost)
 
 
