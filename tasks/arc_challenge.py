@@ -18,7 +18,7 @@ from kvbench.contract.policy import param
 from kvbench.contract.registry import register_task
 from kvbench.contract.task import Setting
 
-from .harness.base import Harness, Part
+from .harness.base import Harness, HarnessRows
 from .harness.config import path_of, read
 
 
@@ -47,6 +47,6 @@ class ArcChallenge(Harness):
             )
         ]
 
-    def parts(self, setting: Setting) -> tuple[list[Part], str, str]:
+    def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         found, source, sha256 = rows(self.datasets()[0], setting.data)
-        return [Part(read(path_of("arc/arc_challenge.yaml")), found[: setting.limit])], source, sha256
+        return [HarnessRows(read(path_of("arc/arc_challenge.yaml")), found[: setting.limit])], source, sha256

@@ -16,7 +16,7 @@ from kvbench.contract.registry import register_task
 from kvbench.contract.task import Setting
 from kvbench.errors import BadInput
 
-from .harness.base import Harness, Part
+from .harness.base import Harness, HarnessRows
 from .harness.config import path_of, read
 
 BOOLQ = Dataset(
@@ -51,10 +51,10 @@ class BoolQ(Harness):
     def datasets(self) -> list[Dataset]:
         return [BOOLQ]
 
-    def parts(self, setting: Setting) -> tuple[list[Part], str, str]:
+    def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         found, source, sha256 = rows(BOOLQ, setting.data)
         docs = [_doc(index, row) for index, row in enumerate(found[: setting.limit])]
-        return [Part(read(path_of("super_glue/boolq/default.yaml")), docs)], source, sha256
+        return [HarnessRows(read(path_of("super_glue/boolq/default.yaml")), docs)], source, sha256
 
 
 def _doc(index: int, row: Row) -> Row:

@@ -16,7 +16,7 @@ from kvbench.contract.data import Dataset, rows
 from kvbench.contract.registry import register_task
 from kvbench.contract.task import Setting
 
-from .harness.base import Harness, Part
+from .harness.base import Harness, HarnessRows
 from .harness.border import WHOLE
 from .harness.config import path_of, read
 
@@ -45,6 +45,10 @@ class HellaSwag(Harness):
     def datasets(self) -> list[Dataset]:
         return [HELLASWAG]
 
-    def parts(self, setting: Setting) -> tuple[list[Part], str, str]:
+    def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         found, source, sha256 = rows(HELLASWAG, setting.data)
-        return [Part(read(path_of("hellaswag/hellaswag.yaml")), found[: setting.limit])], source, sha256
+        return (
+            [HarnessRows(read(path_of("hellaswag/hellaswag.yaml")), found[: setting.limit])],
+            source,
+            sha256,
+        )

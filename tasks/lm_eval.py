@@ -13,7 +13,7 @@ from kvbench.contract.registry import register_task
 from kvbench.contract.task import Setting
 from kvbench.errors import BadInput
 
-from .harness.base import Harness, Part, joined
+from .harness.base import Harness, HarnessRows, joined
 from .harness.border import WHOLE
 from .harness.config import Config, evaluated_split, fewshot_split, find, read
 
@@ -64,7 +64,7 @@ class LmEval(Harness):
             )
         super().check(data)
 
-    def parts(self, setting: Setting) -> tuple[list[Part], str, str]:
+    def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         config = self._config(functions=True)
         found, source, sha256 = rows(self.datasets()[0], setting.data)
         shown: list[Row] = []
@@ -73,7 +73,7 @@ class LmEval(Harness):
             source, sha256 = f"{source}; examples: {other}", joined(sha256, digest)
         elif self.examples:
             raise BadInput(f"lm_eval:{self.task} shows no examples: give shots=N, or leave examples out")
-        return [Part(config, found, shown)], source, sha256
+        return [HarnessRows(config, found, shown)], source, sha256
 
     def few_shots(self) -> int | None:
         return self.shots

@@ -22,7 +22,7 @@ from kvbench.contract.registry import register_task
 from kvbench.contract.task import Sample, Setting
 from kvbench.errors import BadInput
 
-from .harness.base import Harness, Part
+from .harness.base import Harness, HarnessRows
 from .harness.config import path_of, read
 
 SOURCE = "arXiv:2308.14508"
@@ -57,7 +57,7 @@ class LongBench(Harness):
         columns = (("question", "input"), "context", "answers")
         return [Dataset("Xnhyacinth/LongBench", self.subset, "test", None, columns)]
 
-    def parts(self, setting: Setting) -> tuple[list[Part], str, str]:
+    def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         found, source, sha256 = rows(self.datasets()[0], setting.data)
         docs = [
             {
@@ -67,7 +67,7 @@ class LongBench(Harness):
             }
             for row in found[: setting.limit]
         ]
-        return [Part(read(path_of(f"longbench/{self.subset}.yaml")), docs)], source, sha256
+        return [HarnessRows(read(path_of(f"longbench/{self.subset}.yaml")), docs)], source, sha256
 
     def fitted(self, doc: Row, write: Callable[[Row], Sample], setting: Setting) -> Sample:
         """Cut the middle of the document until prompt and answer take at most max_tokens."""

@@ -18,7 +18,7 @@ from kvbench.contract.registry import register_task
 from kvbench.contract.task import Setting
 from kvbench.errors import BadInput, UnknownName
 
-from .harness.base import Harness, Part, joined
+from .harness.base import Harness, HarnessRows, joined
 from .harness.config import path_of, read, tasks_folder
 
 COLUMNS = ("question", "subject", "choices", "answer")
@@ -60,7 +60,7 @@ class MMLU(Harness):
         if self.shots:
             check(self._split("dev"), self.dev)
 
-    def parts(self, setting: Setting) -> tuple[list[Part], str, str]:
+    def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         found, source, sha256 = rows(self._split("test"), setting.data)
         shown: list[Row] = []
         if self.shots:
@@ -77,7 +77,7 @@ class MMLU(Harness):
     def few_shots(self) -> int:
         return self.shots
 
-    def _part(self, subject: str, questions: list[Row], examples: list[Row]) -> Part:
+    def _part(self, subject: str, questions: list[Row], examples: list[Row]) -> HarnessRows:
         if not questions:
             raise BadInput(f"mmlu:subject={subject}: the data has no question of this subject")
         if len(examples) < self.shots:
@@ -86,7 +86,7 @@ class MMLU(Harness):
                 "give more with dev=FILE, or fewer shots"
             )
         config = read(path_of(f"mmlu/default/mmlu_{subject}.yaml"))
-        return Part(config, questions, examples, f"{subject}/")
+        return HarnessRows(config, questions, examples, f"{subject}/")
 
     def _split(self, split: str) -> Dataset:
         folder = f"hails/mmlu_no_train/{self.subject or '*'}/{split}"

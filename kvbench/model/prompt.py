@@ -41,7 +41,7 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class _Rendered:
+class _PromptText:
     """The whole prompt as text. border: index of the first character after `sample.context`.
 
     special: whether the tokeniser adds its own special tokens (a chat template brings them itself).
@@ -129,7 +129,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
 
 
-def _render(sample: Sample, tokenizer: Any, chat: bool) -> _Rendered:
+def _render(sample: Sample, tokenizer: Any, chat: bool) -> _PromptText:
     """The whole prompt as one string."""
     for text in (sample.context, sample.question, sample.answer_prefix, sample.reference, *sample.choices):
         try:
@@ -141,12 +141,12 @@ def _render(sample: Sample, tokenizer: Any, chat: bool) -> _Rendered:
             ) from None
     content = sample.context + sample.question
     if not chat or sample.rendered:
-        return _Rendered(content + sample.answer_prefix, len(sample.context), special=not chat)
+        return _PromptText(content + sample.answer_prefix, len(sample.context), special=not chat)
     head, shown, tail = _in_template(content, tokenizer, sample.id)
     # A template may strip the user's text; only leading white space moves the border.
     dropped = 0 if shown == content or not shown else content.index(shown)
     inside = min(max(len(sample.context) - dropped, 0), len(shown))
-    return _Rendered(head + shown + tail + sample.answer_prefix, len(head) + inside, special=False)
+    return _PromptText(head + shown + tail + sample.answer_prefix, len(head) + inside, special=False)
 
 
 def _in_template(content: str, tokenizer: Any, name: str) -> tuple[str, str, str]:
@@ -200,7 +200,7 @@ def _tokenise(text: str, tokenizer: Any, special: bool) -> tuple[tuple[int, ...]
 
 
 def _continuations(
-    sample: Sample, tokenizer: Any, rendered: _Rendered, ids: tuple[int, ...]
+    sample: Sample, tokenizer: Any, rendered: _PromptText, ids: tuple[int, ...]
 ) -> tuple[int, tuple[Continuation, ...], Continuation]:
     """(prompt tokens to read, choices, reference).
 

@@ -15,11 +15,11 @@ from kvbench.store.results import check_writable
 from .checkpoint import SoftTokens, write_tokens
 from .curve import draw
 from .lesson import model_of
-from .recipe import RECIPES, TrainConfig
+from .recipe import RECIPES, JudgeQRecipe
 from .train import Curve, train
 
 
-def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> dict[str, Any]:
+def train_file(recipe: JudgeQRecipe, folder: Path, out: Path, report: Report) -> dict[str, Any]:
     """Train on the traces, write the soft tokens, and draw the loss as a figure beside them (.png).
 
     Resumes from `out`.state when it is there. Returns the card: data, recipe, seed, steps, curve,
@@ -52,7 +52,7 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
     return card
 
 
-def make_card(recipe: TrainConfig, traces: TraceSet, curve: Curve) -> dict[str, Any]:
+def make_card(recipe: JudgeQRecipe, traces: TraceSet, curve: Curve) -> dict[str, Any]:
     """What the soft tokens are: model, data, recipe (with seed and steps), validation loss and cost."""
     return {
         "policy": "judgeq",

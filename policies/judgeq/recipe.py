@@ -9,7 +9,7 @@ from kvbench.learn.training import Split
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class JudgeQRecipe:
     """A recipe. The paper's: 32 tokens, squared error. All else is ours, tuned on held-out eviction cost.
 
     steps: updates; with 0 the file holds the initial rows. tokens: n. batch: traces per update. start: a
@@ -50,4 +50,4 @@ class TrainConfig:
             )
 
 
-RECIPES = {"cpu": TrainConfig()}
+RECIPES = {"cpu": JudgeQRecipe()}

@@ -17,7 +17,7 @@ from kvbench.learn.training import draw_visits, held_out, learning_rate
 from kvbench.model.open import LoadedModel
 
 from .lesson import Lesson, read_soft, save_memory
-from .recipe import TrainConfig
+from .recipe import JudgeQRecipe
 
 MEASURED = 50  # steps between two measurements
 
@@ -67,7 +67,7 @@ class Exam:
         return sum(losses) / len(losses), sum(costs) / len(costs)
 
 
-def initial_rows(config: TrainConfig, lm: LoadedModel) -> Tensor:
+def initial_rows(config: JudgeQRecipe, lm: LoadedModel) -> Tensor:
     """Embeddings of real tokens: (tokens, d_model) float32. Raises BadInput for a text without tokens."""
     table = lm.model.get_input_embeddings().weight.detach()
     if config.start == "vocabulary":
@@ -85,7 +85,7 @@ def initial_rows(config: TrainConfig, lm: LoadedModel) -> Tensor:
 
 
 def train(
-    config: TrainConfig,
+    config: JudgeQRecipe,
     traces: TraceSet,
     lm: LoadedModel,
     resume: Path | None = None,
@@ -123,7 +123,7 @@ def train(
 
 
 def _step(
-    config: TrainConfig, lm: LoadedModel, lessons: list[Lesson], rows: Tensor,
+    config: JudgeQRecipe, lm: LoadedModel, lessons: list[Lesson], rows: Tensor,
     optimiser: torch.optim.Optimizer, step: int,
 ) -> float:  # fmt: skip
     """One update; returns the mean loss before it."""

@@ -16,13 +16,13 @@ from kvbench.store.results import check_writable
 from kvbench.study.executors import Executor, Lost
 
 from .checkpoint import write_weights
-from .course import Lesson
-from .recipe import RECIPES, TrainConfig
+from .course import TrainingSet
+from .recipe import RECIPES, KVPRecipe
 from .scorer import ScorerShape, ScorerWeights
 from .train import train
 
 
-def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> dict[str, Any]:
+def train_file(recipe: KVPRecipe, folder: Path, out: Path, report: Report) -> dict[str, Any]:
     """Train on the traces and write the weights; resumes from `out`.state when it is there.
 
     report: told progress in words. Returns the card: data, recipe, seed, steps, validation cost,
@@ -48,7 +48,7 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
 
     state = out.with_name(out.name + ".state")
     report("computing utilities of every visited split")
-    lesson = Lesson.prepare(recipe, traces)
+    lesson = TrainingSet.prepare(recipe, traces)
     last[1] = time.perf_counter()
     weights, cost = train(recipe, lesson, resume=state, report=told)
     card = make_card(recipe, traces, cost) | {"seconds": round(time.perf_counter() - started, 1)}
@@ -58,7 +58,7 @@ def train_file(recipe: TrainConfig, folder: Path, out: Path, report: Report) -> 
 
 
 def train_sharded(
-    recipe: TrainConfig, folder: Path, out: Path, report: Report, executor: Executor
+    recipe: KVPRecipe, folder: Path, out: Path, report: Report, executor: Executor
 ) -> dict[str, Any]:
     """`train_file` with the layers dealt out to workers: the same weights, because heads learn apart.
 
@@ -89,10 +89,8 @@ def train_sharded(
     return card
 
 
-def _train_part(
-    recipe: TrainConfig, out: Path, traces: TraceSet, layers: range
-) -> tuple[ScorerWeights, float]:
-    lesson = Lesson.prepare(recipe, traces, layers)
+def _train_part(recipe: KVPRecipe, out: Path, traces: TraceSet, layers: range) -> tuple[ScorerWeights, float]:
+    lesson = TrainingSet.prepare(recipe, traces, layers)
     return train(recipe, lesson, resume=_state(out, layers))
 
 
@@ -104,7 +102,7 @@ def _state(out: Path, layers: range) -> Path:
     return out.with_name(f"{out.name}.state-{layers.start}-{layers.stop}")
 
 
-def make_card(recipe: TrainConfig, traces: TraceSet, cost: float) -> dict[str, Any]:
+def make_card(recipe: KVPRecipe, traces: TraceSet, cost: float) -> dict[str, Any]:
     """What the weights are: model, data, recipe (with seed and steps) and validation cost."""
     return {
         "policy": "kvp",
@@ -119,7 +117,7 @@ def make_card(recipe: TrainConfig, traces: TraceSet, cost: float) -> dict[str, A
 
 
 def write(
-    out: Path, weights: ScorerWeights, recipe: TrainConfig, traces: TraceSet, card: dict[str, Any]
+    out: Path, weights: ScorerWeights, recipe: KVPRecipe, traces: TraceSet, card: dict[str, Any]
 ) -> None:
     """Write weights and card to one file."""
     shape = ScorerShape(traces.layers, traces.kv_heads, traces.dim, recipe.hidden, recipe.position)

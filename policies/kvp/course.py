@@ -17,7 +17,7 @@ from kvbench.contract.pins import Pins
 from kvbench.learn.trace import TraceSet, utilities
 from kvbench.learn.training import Split, draw_visits, held_out
 
-from .recipe import TrainConfig
+from .recipe import KVPRecipe
 from .scorer import PositionFeature, position_features
 
 
@@ -83,7 +83,7 @@ class Curriculum:
 
 
 @dataclass
-class Lesson:
+class TrainingSet:
     """A recipe's course and its exam on held-out traces, with utilities computed for some layers."""
 
     course: Curriculum
@@ -99,11 +99,11 @@ class Lesson:
     @classmethod
     def prepare(
         cls,
-        config: TrainConfig,
+        config: KVPRecipe,
         traces: TraceSet,
         layers: range | None = None,
         advance: Callable[[str], None] = lambda text: None,
-    ) -> Lesson:
+    ) -> TrainingSet:
         """Draw and compute what the recipe's steps need; layers: None is all of the traces.
 
         Visits do not depend on the layers. Raises BadInput for too few traces.

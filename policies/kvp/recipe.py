@@ -13,7 +13,7 @@ from .scorer import PositionFeature
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class KVPRecipe:
     """A recipe. Paper values: hidden 256, lr 5e-5, 4000 steps, warm-up 100, clip 5, uniform splits.
 
     split: where the future begins; uniform over the trace, boundary (the end of the context, where
@@ -66,8 +66,8 @@ class TrainConfig:
 
 
 RECIPES = {  # the first is the default
-    "cpu": TrainConfig(objective="softcost"),
-    "paper": TrainConfig(
+    "cpu": KVPRecipe(objective="softcost"),
+    "paper": KVPRecipe(
         steps=4000,
         split="uniform",
         hidden=256,

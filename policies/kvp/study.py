@@ -20,8 +20,8 @@ from kvbench.learn.trace import TraceSet
 from kvbench.store.results import read_rows
 
 from .command import make_card, write
-from .course import Lesson
-from .recipe import RECIPES, TrainConfig
+from .course import TrainingSet
+from .recipe import RECIPES, KVPRecipe
 from .train import train
 
 BASE = {"pinned_share": 1.0}  # what every variant changes in the recipe of the shipped weights
@@ -56,17 +56,17 @@ def train_variants(
 ) -> dict[str, Path]:
     """Train every variant whose file is not there yet; neighbours with the same splits share utilities."""
     files = {name: folder / f"{name}.safetensors" for name in names}
-    lesson: tuple[tuple[TraceSet, str], Lesson] | None = None  # one course in memory at a time
+    lesson: tuple[tuple[TraceSet, str], TrainingSet] | None = None  # one course in memory at a time
     for name in sorted(names, key=lambda name: (name == "refreshed", str(VARIANTS[name].get("split")))):
         if files[name].exists():
             continue
         data = refreshed if name == "refreshed" else traces
         if data is None:
             raise BadInput("the variant 'refreshed' needs --refreshed: traces recorded with --under")
-        recipe: TrainConfig = replace(RECIPES["cpu"], **{"steps": steps, **BASE, **VARIANTS[name]})
+        recipe: KVPRecipe = replace(RECIPES["cpu"], **{"steps": steps, **BASE, **VARIANTS[name]})
         if lesson is None or lesson[0] != (data, recipe.split):
             lesson = None
-            lesson = ((data, recipe.split), Lesson.prepare(recipe, data))
+            lesson = ((data, recipe.split), TrainingSet.prepare(recipe, data))
         weights, cost = train(recipe, lesson[1])
         write(files[name], weights, recipe, data, make_card(recipe, data, cost))
         typer.echo(f"trained {name}: validation cost {cost:.3f}")

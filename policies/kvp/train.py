@@ -16,9 +16,9 @@ from kvbench.contract.eviction import eviction_cost
 from kvbench.contract.weights import restore_state, save_state
 from kvbench.learn.training import learning_rate
 
-from .course import Curriculum, Example, Lesson
+from .course import Curriculum, Example, TrainingSet
 from .objectives import BudgetWeighting, Step, objective
-from .recipe import TrainConfig
+from .recipe import KVPRecipe
 from .scorer import PositionFeature, ScorerShape, ScorerWeights, scores
 
 
@@ -47,7 +47,7 @@ def standardise(weights: ScorerWeights, examples: Iterator[Example], position: P
 
 
 @torch.no_grad()
-def validation_cost(weights: ScorerWeights, exam: Curriculum, config: TrainConfig) -> float:
+def validation_cost(weights: ScorerWeights, exam: Curriculum, config: KVPRecipe) -> float:
     """Mean C(sigma)/C(sigma*) of the deterministic ranking over held-out visits and agents."""
     total = 0.0
     for step in range(len(exam.visits)):
@@ -57,8 +57,8 @@ def validation_cost(weights: ScorerWeights, exam: Curriculum, config: TrainConfi
 
 
 def train(
-    config: TrainConfig,
-    lesson: Lesson,
+    config: KVPRecipe,
+    lesson: TrainingSet,
     resume: Path | None = None,
     report: Callable[[int, float, float | None], None] = lambda step, reward, cost: None,
 ) -> tuple[ScorerWeights, float]:
@@ -89,12 +89,12 @@ def train(
     return weights, validation_cost(weights, lesson.exam, config) if cost is None else cost
 
 
-def _is_mark(config: TrainConfig, step: int) -> bool:
+def _is_mark(config: KVPRecipe, step: int) -> bool:
     """Steps after which training is measured and saved: every hundredth, and the last."""
     return (step + 1) % 100 == 0 or step + 1 == config.steps
 
 
-def _start(config: TrainConfig, lesson: Lesson) -> ScorerWeights:
+def _start(config: KVPRecipe, lesson: TrainingSet) -> ScorerWeights:
     """Initial weights, inputs standardised on the first examples."""
     traces = lesson.course.traces
     shape = ScorerShape(traces.layers, traces.kv_heads, traces.dim, config.hidden, config.position)
@@ -106,7 +106,11 @@ def _start(config: TrainConfig, lesson: Lesson) -> ScorerWeights:
 
 
 def _step(
-    config: TrainConfig, lesson: Lesson, weights: ScorerWeights, optimiser: torch.optim.Optimizer, step: int
+    config: KVPRecipe,
+    lesson: TrainingSet,
+    weights: ScorerWeights,
+    optimiser: torch.optim.Optimizer,
+    step: int,
 ) -> float:
     """One update of all agents; returns the mean reward -C/C* of the ranking before it."""
     example = lesson.course.example(step, config.pinned_at(step))

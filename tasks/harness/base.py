@@ -18,7 +18,7 @@ from .border import BEFORE
 from .config import Config
 
 if TYPE_CHECKING:
-    from .offline import Offline, Prompt
+    from .offline import DocumentPrompt, Offline
 
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")  # lm-eval reads all
@@ -35,7 +35,7 @@ class Gold:
 
 
 @dataclass(frozen=True)
-class Part:
+class HarnessRows:
     """One lm-eval task and the rows that it evaluates.
 
     config: as `config.read` gives it. shown: the rows few-shot examples are drawn from. prefix: of the
@@ -50,7 +50,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Harness(Task):
-    """Base of tasks that lm-eval defines. Prompt, examples, choices, filters, metrics are lm-eval's.
+    """Base of tasks that lm-eval defines. DocumentPrompt, examples, choices, filters, metrics are lm-eval's.
 
     border: where the context ends (see border.py). reported: lm-eval's metrics to report, () all that are
     means over samples. labels: whether all samples have the same choices, so that a majority rate means
@@ -67,7 +67,7 @@ class Harness(Task):
     packages: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
-    def parts(self, setting: Setting) -> tuple[list[Part], str, str]:
+    def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         """(lm-eval tasks with their rows, source of the rows in words, sha256)."""
 
     @abstractmethod
@@ -107,7 +107,7 @@ class Harness(Task):
         """The sample of a document, which a task may cut first. write: from a document to its sample."""
         return write(doc)
 
-    def _stream(self, part: Part, setting: Setting) -> Iterator[Sample]:
+    def _stream(self, part: HarnessRows, setting: Setting) -> Iterator[Sample]:
         from .offline import load, quiet
 
         def render(turns: list[dict[str, str]]) -> str:
@@ -127,7 +127,7 @@ class Harness(Task):
         return self.metric or (made[0].gold.task.names[0] if made else "")
 
 
-def sample_of(task: Offline, prompt: Prompt, name: str, chat: bool) -> Sample:
+def sample_of(task: Offline, prompt: DocumentPrompt, name: str, chat: bool) -> Sample:
     """A sample from what lm-eval asks. name: its id."""
     choices: tuple[str, ...] = ()
     stop: tuple[str, ...] = ()

@@ -31,7 +31,7 @@ OURS = {"acc": "accuracy"}  # one word for one thing; every other metric keeps l
 
 
 @dataclass(frozen=True)
-class Prompt:
+class DocumentPrompt:
     """One document as lm-eval asks it. context + question: the final text, template included.
 
     requests: lm-eval's, one per choice or one to generate from. gold: index of the right choice, or its
@@ -46,15 +46,27 @@ class Prompt:
     note: str
 
 
+def _table(rows: list[Row]) -> datasets.Dataset:
+    """Rows as lm-eval reads them. Raises BadInput for a row without a column that another one has: the table
+    would lose it, or show the word None in a prompt."""
+    columns = dict.fromkeys(name for row in rows for name in row)
+    for number, row in enumerate(rows, 1):
+        if missing := [name for name in columns if name not in row]:
+            raise BadInput(
+                f"row {number} has no column {', '.join(missing)}, which others have: give all the same ones"
+            )
+    return datasets.Dataset.from_list(rows)
+
+
 class Offline(ConfigurableTask):
     """A configured lm-eval task; `task_docs`, `ask` and `grade` are what is used of it."""
 
     def __init__(self, config: Config, rows: list[Row], shown: list[Row], border: str) -> None:
         """rows: the split that is evaluated. shown: the few-shot examples' split, may be empty."""
         name, few = evaluated_split(config), fewshot_split(config)
-        self.dataset = {name: datasets.Dataset.from_list(rows)}
+        self.dataset = {name: _table(rows)}
         if shown and few != name:
-            self.dataset[few] = datasets.Dataset.from_list(shown)
+            self.dataset[few] = _table(shown)
         there = {key: config[key] for key in SPLITS if config.get(key) in self.dataset}
         own = {key: value for key, value in config.items() if key not in SPLITS}
         self.border = border
@@ -72,7 +84,7 @@ class Offline(ConfigurableTask):
             raise BadInput("each choice has a prompt of its own (lm-eval's multiple inputs)")
         return marked(text, doc, self.border, super().doc_to_text)
 
-    def ask(self, index: int, doc: Mapping[str, Any], chat: bool, render: Render) -> Prompt:
+    def ask(self, index: int, doc: Mapping[str, Any], chat: bool, render: Render) -> DocumentPrompt:
         """One document, as lm-eval's runner would ask it with a template (chat) or without.
 
         Ask in order: lm-eval draws few-shot examples from one stream of random numbers.
@@ -115,7 +127,7 @@ class Offline(ConfigurableTask):
         requests = made if isinstance(made, list) else [made]
         described = bool(self.resolve_field(dict(doc), self.config.description))
         left_out = chat and described and shown[0][0]["role"] != "system"
-        return Prompt(context, question, requests, gold, bare, NO_SYSTEM if left_out else "")
+        return DocumentPrompt(context, question, requests, gold, bare, NO_SYSTEM if left_out else "")
 
     def grade(self, requests: list[Instance], answer: Answer) -> dict[str, float]:
         """lm-eval's filters and metrics of one answer; only metrics that are means over samples.

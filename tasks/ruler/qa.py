@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.contract.data import Dataset, check, rows
+from kvbench.contract.data import Dataset, Row, check, rows
 from kvbench.contract.identity import fingerprint
 from kvbench.contract.policy import param
 from kvbench.contract.registry import register_task
@@ -56,8 +56,6 @@ HOTPOT = Dataset(
     folder=None,
     columns=("question", "answer", "context", "supporting_facts"),
 )
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)

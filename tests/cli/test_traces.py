@@ -15,7 +15,7 @@ from kvbench.cli import main as cli
 from kvbench.learn.trace import TraceSet
 from kvbench.model import open as models
 from kvbench.policies.kvp.checkpoint import read_weights
-from kvbench.policies.kvp.recipe import RECIPES, TrainConfig
+from kvbench.policies.kvp.recipe import RECIPES, KVPRecipe
 from kvbench.store.results import read_rows
 from tests.kvp import make
 
@@ -162,7 +162,7 @@ def test_settings_reach_the_recipe(weights: str) -> None:
     _, shape, card = read_weights(Path(weights))
     wanted = replace(RECIPES["cpu"], steps=20, hidden=16, pins="none", last_lr=1e-5)
     assert card["recipe"] == asdict(wanted)
-    assert wanted.objective != TrainConfig().objective  # or the recipe's own settings would not show
+    assert wanted.objective != KVPRecipe().objective  # or the recipe's own settings would not show
     assert shape.hidden == 16
 
 

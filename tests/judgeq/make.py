@@ -11,12 +11,12 @@ from kvbench.contract.policy import TrainedFor
 from kvbench.learn.collect import TraceConfig, collect
 from kvbench.learn.trace import TraceSet
 from kvbench.policies.judgeq.checkpoint import SoftTokens, write_tokens
-from kvbench.policies.judgeq.recipe import TrainConfig
+from kvbench.policies.judgeq.recipe import JudgeQRecipe
 from tests.kvp.make import model_folder, story_added
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS
 
 WIDTH = QUERY_HEADS * HEAD_DIM
-QUICK = TrainConfig(steps=12, tokens=4, lr=3e-2, warmup=2, validation=0.2)
+QUICK = JudgeQRecipe(steps=12, tokens=4, lr=3e-2, warmup=2, validation=0.2)
 
 
 def tokens_file(path: Path, embeddings: Tensor, sha256: str, layers: int = LAYERS) -> str:

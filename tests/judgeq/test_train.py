@@ -15,7 +15,7 @@ from kvbench.learn.trace import TraceSet
 from kvbench.model.open import LoadedModel
 from kvbench.policies.judgeq import train as training
 from kvbench.policies.judgeq.lesson import Lesson, model_of, read_soft, save_memory
-from kvbench.policies.judgeq.recipe import RECIPES, TrainConfig
+from kvbench.policies.judgeq.recipe import RECIPES, JudgeQRecipe
 from kvbench.policies.judgeq.train import initial_rows, train
 from tests.judgeq import make
 from tests.judgeq.make import QUICK
@@ -172,4 +172,4 @@ def test_recipe() -> None:
         ({"start": ""}, "--start"),
     ):
         with pytest.raises(BadInput, match=message):
-            TrainConfig(**change)  # type: ignore[arg-type]
+            JudgeQRecipe(**change)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from kvbench.contract.registry import TASKS, register_task
 from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
 from kvbench.learn.trace import TraceInfo, TraceSet, TraceWriter
 from kvbench.policies.kvp.checkpoint import write_weights
-from kvbench.policies.kvp.recipe import TrainConfig
+from kvbench.policies.kvp.recipe import KVPRecipe
 from kvbench.policies.kvp.scorer import ScorerShape, ScorerWeights
 from tests.tiny import tiny_model, tiny_tokenizer
 
@@ -27,7 +27,7 @@ TOKENS, CONTEXT = 60, 40
 WORDS = ("hello", "world", "the answer", "is", "yes", "no", "in it", "1234", "lower")
 
 # Small and fast; nothing is pinned, because these contexts are short.
-QUICK = TrainConfig(steps=20, hidden=16, warmup=5, lr=1e-2, position="none", pins="none", validation=0.2)
+QUICK = KVPRecipe(steps=20, hidden=16, warmup=5, lr=1e-2, position="none", pins="none", validation=0.2)
 
 
 @dataclass(frozen=True)

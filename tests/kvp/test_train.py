@@ -22,9 +22,9 @@ from kvbench.learn.trace import TraceSet, utilities
 from kvbench.learn.training import LEAST, learning_rate
 from kvbench.policies.kvp import command
 from kvbench.policies.kvp.checkpoint import read_weights
-from kvbench.policies.kvp.course import Curriculum, Lesson
+from kvbench.policies.kvp.course import Curriculum, TrainingSet
 from kvbench.policies.kvp.objectives import OBJECTIVES, BudgetWeighting, Step, objective
-from kvbench.policies.kvp.recipe import RECIPES, TrainConfig
+from kvbench.policies.kvp.recipe import RECIPES, KVPRecipe
 from kvbench.policies.kvp.scorer import ScorerWeights, scores
 from kvbench.policies.kvp.train import clip_each_agent, standardise, train, validation_cost
 from kvbench.study.executors import Hold, Local, Lost, Work
@@ -36,12 +36,12 @@ LONG = replace(QUICK, steps=150, objective="softcost")
 
 
 @pytest.fixture(scope="module")
-def lesson(synthetic: TraceSet) -> Lesson:
-    return Lesson.prepare(LONG, synthetic)
+def lesson(synthetic: TraceSet) -> TrainingSet:
+    return TrainingSet.prepare(LONG, synthetic)
 
 
 @pytest.fixture(scope="module")
-def trained(lesson: Lesson) -> ScorerWeights:
+def trained(lesson: TrainingSet) -> ScorerWeights:
     """150 steps without interruption."""
     return train(LONG, lesson)[0]
 
@@ -92,7 +92,7 @@ def test_each_agent_is_clipped_by_its_own_norm() -> None:
     assert norm(0, before) > 5 > norm(1, before)
 
 
-def test_inputs_are_standardised_per_agent(lesson: Lesson) -> None:
+def test_inputs_are_standardised_per_agent(lesson: TrainingSet) -> None:
     shape = (AGENTS, 2 * make.DIM)
     weights = ScorerWeights(torch.zeros(shape), torch.ones(shape), *[torch.zeros(1)] * 4)
     examples = [lesson.course.example(step, Pins()) for step in range(40)]
@@ -146,7 +146,7 @@ def test_an_example_holds_what_competes(synthetic: TraceSet) -> None:
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_every_objective_learns(lesson: Lesson, name: str) -> None:
+def test_every_objective_learns(lesson: TrainingSet, name: str) -> None:
     """u is a function of the key here: its own loss falls, and the ranking gets nearly as good as can be."""
     config = replace(LONG, objective=name)
     start = train(replace(config, steps=1, lr=1e-9), lesson)[0]
@@ -165,7 +165,7 @@ def test_every_objective_learns(lesson: Lesson, name: str) -> None:
     assert loss(weights) < loss(start)
 
 
-def test_validation_cost_is_the_cost_of_the_ranking(lesson: Lesson, trained: ScorerWeights) -> None:
+def test_validation_cost_is_the_cost_of_the_ranking(lesson: TrainingSet, trained: ScorerWeights) -> None:
     costs = []
     for step in range(len(lesson.exam.visits)):
         example = lesson.exam.example(step, Pins())
@@ -174,33 +174,33 @@ def test_validation_cost_is_the_cost_of_the_ranking(lesson: Lesson, trained: Sco
     assert validation_cost(trained, lesson.exam, LONG) == pytest.approx(sum(costs) / len(costs), rel=1e-5)
 
 
-def test_validation_survives_a_future_without_attention(lesson: Lesson, trained: ScorerWeights) -> None:
+def test_validation_survives_a_future_without_attention(lesson: TrainingSet, trained: ScorerWeights) -> None:
     """Utilities that underflow to 0 leave nothing to lose: cost 1, and no NaN in the card."""
     exam = replace(lesson.exam, utility={visit: u * 0 for visit, u in lesson.exam.utility.items()})
     assert validation_cost(trained, exam, LONG) == 1
 
 
 def test_held_out_traces_only_measure(synthetic: TraceSet) -> None:
-    lesson = Lesson.prepare(replace(LONG, validation=0.34), synthetic)
+    lesson = TrainingSet.prepare(replace(LONG, validation=0.34), synthetic)
     assert {trace for trace, _ in lesson.course.visits} == {0, 1, 2, 3}
     assert {trace for trace, _ in lesson.exam.visits} == {4, 5}
 
 
 def test_two_traces_are_the_least(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="2 or more"):
-        Lesson.prepare(QUICK, make.synthetic(tmp_path, count=1))
+        TrainingSet.prepare(QUICK, make.synthetic(tmp_path, count=1))
 
 
 @pytest.mark.parametrize("name", ["rl", "softcost", "ranknet"])
 def test_a_seed_decides_everything(synthetic: TraceSet, name: str) -> None:
     config = replace(QUICK, objective=name)
-    one, other = (train(config, Lesson.prepare(config, synthetic))[0] for _ in range(2))
+    one, other = (train(config, TrainingSet.prepare(config, synthetic))[0] for _ in range(2))
     assert_same(one, other)
     config = replace(config, seed=1)
-    assert not torch.equal(train(config, Lesson.prepare(config, synthetic))[0].w1, one.w1)
+    assert not torch.equal(train(config, TrainingSet.prepare(config, synthetic))[0].w1, one.w1)
 
 
-def test_every_step_draws_anew(lesson: Lesson, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_draws_anew(lesson: TrainingSet, monkeypatch: pytest.MonkeyPatch) -> None:
     seeds: list[int] = []
 
     def spy(found: torch.Tensor, step: Step) -> torch.Tensor:
@@ -220,7 +220,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("objective_name", ["softcost", "rl"])
 @pytest.mark.parametrize("died", [100, 130])
 def test_an_interrupted_training_goes_on(
-    lesson: Lesson, tmp_path: Path, died: int, objective_name: str
+    lesson: TrainingSet, tmp_path: Path, died: int, objective_name: str
 ) -> None:
     config, state = replace(LONG, objective=objective_name), tmp_path / "w.state"
 
@@ -241,22 +241,22 @@ def test_an_interrupted_training_goes_on(
     assert cost == whole_cost
 
 
-def interrupted(lesson: Lesson, state: Path) -> None:
+def interrupted(lesson: TrainingSet, state: Path) -> None:
     train(replace(QUICK, steps=3), lesson, state)
 
 
-def test_a_state_belongs_to_its_recipe_and_traces(lesson: Lesson, tmp_path: Path) -> None:
+def test_a_state_belongs_to_its_recipe_and_traces(lesson: TrainingSet, tmp_path: Path) -> None:
     state = tmp_path / "w.state"
     interrupted(lesson, state)
     with pytest.raises(BadInput, match=r"w\.state.*another recipe"):
         train(replace(QUICK, steps=4), lesson, state)
     others = make.synthetic(tmp_path / "others", seed=50)
     with pytest.raises(BadInput, match="traces"):
-        train(replace(QUICK, steps=3), Lesson.prepare(replace(QUICK, steps=3), others), state)
+        train(replace(QUICK, steps=3), TrainingSet.prepare(replace(QUICK, steps=3), others), state)
 
 
 @pytest.mark.parametrize("damage", ["empty", "text", "cut", "folder"])
-def test_a_broken_state_says_so(lesson: Lesson, tmp_path: Path, damage: str) -> None:
+def test_a_broken_state_says_so(lesson: TrainingSet, tmp_path: Path, damage: str) -> None:
     state = tmp_path / "w.state"
     interrupted(lesson, state)
     data = state.read_bytes()
@@ -274,7 +274,7 @@ def test_agents_are_independent(synthetic: TraceSet, tmp_path: Path, name: str) 
     """Other contents of one KV head of one layer change its agent and no other."""
     config = replace(QUICK, objective=name)
     changed = make.synthetic(tmp_path, change=(1, 0))
-    one, other = (train(config, Lesson.prepare(config, traces))[0] for traces in (synthetic, changed))
+    one, other = (train(config, TrainingSet.prepare(config, traces))[0] for traces in (synthetic, changed))
     for field in ("mean", "scale", "w1", "b1", "w2"):
         left, right = one.tensors()[field], other.tensors()[field]
         for agent in range(AGENTS):
@@ -305,7 +305,7 @@ def test_impossible_recipes_are_refused(change: dict[str, Any], message: str) ->
 
 def test_unknown_objective_is_refused() -> None:
     with pytest.raises(UnknownName, match="softcost"):
-        TrainConfig(objective="rlhf")
+        KVPRecipe(objective="rlhf")
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -314,8 +314,8 @@ def test_layers_learn_apart(synthetic: TraceSet, name: str) -> None:
     batched product of one layer need not add up in the order in which it adds up that of several.
     """
     config = replace(QUICK, objective=name)
-    whole, cost = train(config, Lesson.prepare(config, synthetic))
-    parts = [train(config, Lesson.prepare(config, synthetic, range(i, i + 1))) for i in range(LAYERS)]
+    whole, cost = train(config, TrainingSet.prepare(config, synthetic))
+    parts = [train(config, TrainingSet.prepare(config, synthetic, range(i, i + 1))) for i in range(LAYERS)]
     joined = ScorerWeights.joined([weights for weights, _ in parts])
     for part, tensor in joined.tensors().items():
         if (name, part) == ("rl", "b2"):  # moves all tokens of a head alike: its gradient is rounding

