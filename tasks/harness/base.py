@@ -50,7 +50,7 @@ class HarnessRows:
 
 @dataclass(frozen=True)
 class Harness(Task):
-    """Base of tasks that lm-eval defines. DocumentPrompt, examples, choices, filters, metrics are lm-eval's.
+    """Base of tasks that lm-eval defines. Prompt, examples, choices, filters, metrics are lm-eval's.
 
     border: where the context ends (see border.py). reported: lm-eval's metrics to report, () all that are
     means over samples. labels: whether all samples have the same choices, so that a majority rate means

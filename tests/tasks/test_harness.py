@@ -218,6 +218,14 @@ def test_a_row_that_lm_eval_cannot_use_is_refused(spec: str, row: dict[str, Any]
         build(spec, tmp_path, row)
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_row_without_a_column_of_the_others_is_refused(order: tuple[int, int], tmp_path: Path) -> None:
+    """lm-eval's table takes its columns from the first row, and would lose the others or show None."""
+    rows = [{**BOOLQ, "title": "Rain"}, BOOLQ]
+    with pytest.raises(BadInput, match=rf"row {order.index(1) + 1} has no column title"):
+        build("lm_eval:boolq", tmp_path, *(rows[i] for i in order))
+
+
 def test_a_system_turn_that_the_template_refuses_is_left_out_and_said(tmp_path: Path) -> None:
     refuses = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + CHAT
     sample = first("mmlu", tmp_path, EXAM, chat=True, template=refuses)
