@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .contract.identity import fingerprint as fingerprint
     from .contract.metrics import Metric as Metric
     from .contract.metrics import add_metric as add_metric
+    from .contract.model_description import ModelDescription as ModelDescription
     from .contract.need import Need as Need
     from .contract.observation import Observation as Observation
     from .contract.pins import Pins as Pins
@@ -42,6 +43,7 @@ HOMES = {
     "contract.attention_sums": ("attention_rows", "streamed_sums"),
     "contract.identity": ("fingerprint",),
     "contract.metrics": ("Metric", "add_metric"),
+    "contract.model_description": ("ModelDescription",),
     "contract.need": ("Need",),
     "contract.observation": ("Observation",),
     "contract.pins": ("Pins",),

@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract.model_description import ModelDescription
 from ..contract.need import Need
 from ..contract.observation import Observation
 from ..contract.pins import Pins
 from ..contract.policy import Policy
 from ..contract.registry import POLICIES, parameters
+from ..engine.bind import bind_policy
 from ..engine.score import score_seeing, validated_score
 from ..errors import KvbenchError, PluginError
 from .finding import Finding
@@ -33,25 +35,26 @@ FEEDS: dict[str, frozenset[Need]] = {  # part of a layer -> the needs that let a
     "hidden": frozenset({Need.HIDDEN_STATES}),
     "future": frozenset({Need.FUTURE}),
     "probe": frozenset({Need.PROBE}),
-    "key": frozenset({Need.RANDOM}),
+    "draw": frozenset({Need.RANDOM}),
 }
 PART_NAMES = {
     "hidden": "hidden states",
     "future": "future attention",
     "probe": "extra tokens",
-    "key": "the random key",
+    "draw": "the random key",
 }
 BESIDE_PROBE = frozenset({Need.PROBE, Need.KEYS, Need.VALUES, Need.RANDOM})
 
 
 @dataclass
-class Scored:
+class Scores:
     """Scores of all layers, and the first layer of each kind of refusal.
 
-    unsteady: why scores cannot be compared.
+    bound: the policy, bound to the layer's model. unsteady: why scores cannot be compared.
     """
 
     scores: dict[Specimen, Tensor] = field(default_factory=dict)
+    bound: dict[Specimen, Policy] = field(default_factory=dict)
     invalid: str = ""
     undeclared: str = ""
     unsteady: str = ""
@@ -73,18 +76,16 @@ def check_policy(spec: str) -> list[Finding]:
         return written
     with torch.no_grad():
         scored = _score_all(policy)
-        steady = _tried("is deterministic, whatever was scored before", policy, scored, _changed)
+        steady = _tried("is deterministic, whatever was scored before", scored, _changed)
         if not steady.passed:  # what compares scores would blame whatever it changed
             scored.unsteady = "not tried: the same layer gets another score each time"
         return [
             *written,
             _valid(scored),
-            _tried("reads only the signals in `needs`", policy, scored, _undeclared, scored.undeclared),
-            _tried(
-                "is pure: leaves its inputs, shared work and torch's random state", policy, scored, _impure
-            ),
+            _tried("reads only the signals in `needs`", scored, _undeclared, scored.undeclared),
+            _tried("is pure: leaves its inputs, shared work and torch's random state", scored, _impure),
             steady,
-            _tried("scores each row of a batch by itself", policy, scored, _mixed),
+            _tried("scores each row of a batch by itself", scored, _mixed),
         ]
 
 
@@ -92,14 +93,17 @@ def _finding(law: str, fault: str) -> Finding:
     return Finding(law, not fault, fault)
 
 
-def _score_all(policy: Policy) -> Scored:
-    found = Scored()
+def _score_all(policy: Policy) -> Scores:
+    found = Scores()
+    bound: dict[ModelDescription, Policy] = {}
     for specimen in specimens(policy.trained_for):
-        seen = specimen.observe()
         try:
-            found.scores[specimen] = validated_score(policy, seen)
+            if specimen.model not in bound:
+                bound[specimen.model] = bind_policy(specimen.model, policy)
+            found.bound[specimen] = bound[specimen.model]
+            found.scores[specimen] = validated_score(found.bound[specimen], specimen.observe())
         except PluginError as error:
-            if _scores_when_all_is_shown(policy, specimen):
+            if _scores_when_all_is_shown(found.bound.get(specimen), specimen):
                 found.undeclared = found.undeclared or f"{specimen}: {error}"
             else:
                 found.invalid = found.invalid or f"{specimen}: {error}"
@@ -108,15 +112,17 @@ def _score_all(policy: Policy) -> Scored:
     return found
 
 
-def _scores_when_all_is_shown(policy: Policy, specimen: Specimen) -> bool:
+def _scores_when_all_is_shown(bound: Policy | None, specimen: Specimen) -> bool:
+    if bound is None:
+        return False
     try:
-        score_seeing(policy, specimen.observe(), frozenset(Need))
+        score_seeing(bound, specimen.observe(), frozenset(Need))
     except KvbenchError:
         return False
     return True
 
 
-def _valid(scored: Scored) -> Finding:
+def _valid(scored: Scores) -> Finding:
     law = "score is finite float32 (batch, kv_head, slot) on the keys' device"
     if scored.invalid:
         return Finding(law, False, scored.invalid)
@@ -126,14 +132,14 @@ def _valid(scored: Scored) -> Finding:
     return Finding(law, True, f"declined {count} layers, as {scored.declined[0]}" if count else "")
 
 
-def _tried(law: str, policy: Policy, scored: Scored, trial: Trial, known: str = "") -> Finding:
+def _tried(law: str, scored: Scores, trial: Trial, known: str = "") -> Finding:
     """Try a law on every layer, the largest first, and report the smallest that breaks it."""
     fault = known or (scored.unsteady if trial in (_undeclared, _mixed) else "")
     if not scored.scores:
         fault = fault or "not tried: no layer got a valid score"
     for specimen, score in [] if fault else reversed(scored.scores.items()):
         try:
-            broken = trial(policy, specimen, score)
+            broken = trial(scored.bound[specimen], specimen, score)
         except KvbenchError as error:
             broken = f"scored once, and then: {error}"
         fault = f"{specimen}: {broken}" if broken else fault
@@ -190,7 +196,7 @@ def _undeclared(policy: Policy, specimen: Specimen, score: Tensor) -> str:
     return ""
 
 
-class _Remembered(dict[Any, Any]):
+class _WorkMemory(dict[Any, Any]):
     """Shared work of a layer, with a copy of everything as it was when it was stored."""
 
     def __init__(self) -> None:
@@ -204,7 +210,7 @@ class _Remembered(dict[Any, Any]):
 
 def _impure(policy: Policy, specimen: Specimen, score: Tensor) -> str:
     seen = specimen.observe()
-    shared = seen._shared = _Remembered()
+    shared = seen._shared = _WorkMemory()
     before = {name: value.clone() for name, value in _inputs(seen).items()}
     state = torch.get_rng_state()
     validated_score(policy, seen)
@@ -230,7 +236,7 @@ def _inputs(seen: Observation) -> dict[str, Tensor]:
         parts["future attention"] = seen._future()
     if seen._probe is not None:
         parts |= {"extra queries": seen._probe.queries, "extra keys": seen._probe.keys}
-    return parts | {f"weights of {name}": weight for name, weight in seen.module.named_parameters()}
+    return parts
 
 
 def _changed(policy: Policy, specimen: Specimen, score: Tensor) -> str:
@@ -243,8 +249,12 @@ def _changed(policy: Policy, specimen: Specimen, score: Tensor) -> str:
 
 
 def _mixed(policy: Policy, specimen: Specimen, score: Tensor) -> str:
-    for row in (0, 1):
+    """Two rows, and three in another order: each as when it is alone."""
+    order = (1, 2, 0)
+    three = validated_score(policy, specimen.observe(rows=order))
+    for row in order:
         alone = validated_score(policy, specimen.observe(rows=(row,)))
-        if not torch.allclose(alone, score[row : row + 1], rtol=1e-4, atol=1e-5):
+        batched = [three[order.index(row)], *score[row : row + 1]]
+        if not all(torch.allclose(alone[0], one, rtol=1e-4, atol=1e-5) for one in batched):
             return f"row {row} scores otherwise when it is alone"
     return ""

@@ -5,19 +5,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..contract.draws import draw_key
-from ..contract.observation import Observation, Probed
+from ..contract.model_description import ModelDescription
+from ..contract.observation import Observation, ProbeLayer
 from ..contract.policy import TrainedFor
 
 PROBED = 3  # extra tokens of a layer
 DIM = 16  # head size, where the policy fits every model
-PARTS = ("keys", "values", "queries", "hidden", "future", "probe", "key")  # what `observe` can replace
+PARTS = ("keys", "values", "queries", "hidden", "future", "probe", "draw")  # what `observe` can replace
 KINDS: dict[str, str] = {
     "plain": "one chunk from position 0",
     "gaps": "kept slots with gaps, then a chunk",
@@ -31,6 +31,7 @@ class Specimen:
 
     kind: "plain", one chunk; "gaps", slots kept from earlier chunks (each KV head its own) before
     the chunk; "flat", every slot holds the same key and value, as a repeated token can give.
+    layers: evicted ones of its model, of which it is the first.
     """
 
     slots: int
@@ -39,6 +40,7 @@ class Specimen:
     dtype: torch.dtype
     kind: Literal["plain", "gaps", "flat"] = "plain"
     dim: int = DIM
+    layers: int = 2
 
     def __str__(self) -> str:
         heads = "1 KV head" if self.kv_heads == 1 else f"{self.kv_heads} KV heads"
@@ -46,6 +48,23 @@ class Specimen:
         group = "1 query head" if self.group == 1 else f"{self.group} query heads"
         dtype = str(self.dtype).removeprefix("torch.")
         return f"{slots}, {heads}, {group} each, {dtype} keys, {KINDS[self.kind]}"
+
+    @property
+    def model(self) -> ModelDescription:
+        """A model that the layer could be of: every second layer has full attention."""
+        cpu, heads = torch.device("cpu"), self.kv_heads * self.group
+        return ModelDescription(
+            name="specimen",
+            layers=2 * self.layers,
+            evicted_layers=tuple(range(1, 2 * self.layers, 2)),
+            query_heads=heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            width=heads * self.dim,
+            devices=(cpu,) * self.layers,
+            device=cpu,
+            dtype=self.dtype,
+        )
 
     @property
     def new(self) -> int:
@@ -69,20 +88,19 @@ class Specimen:
         values = draw("values", self.kv_heads, *state).expand(-1, -1, self.slots, -1)
         future = draw("future", self.kv_heads, seen).abs()
         return Observation(
-            layer=1,
-            n_layers=4,
+            layer=self.model.evicted_layers[0],
+            n_layers=self.model.layers,
             keys=keys.to(self.dtype).contiguous(),
             values=values.to(self.dtype).contiguous(),
             positions=positions,
             new=self.new,
             seen=seen,
             scaling=self.dim**-0.5,
-            module=_attention(self.kv_heads, heads, self.dim, self.dtype),
-            key=draw_key("specimen", other == "key"),
+            _draw=draw_key("specimen", other == "draw"),
             _queries=draw("queries", heads, self.new, self.dim).to(self.dtype),
             _hidden=draw("hidden", self.new, heads * self.dim).to(self.dtype),
             _future=lambda: future,
-            _probe=Probed(
+            _probe=ProbeLayer(
                 draw("probe", heads, PROBED, self.dim).to(self.dtype),
                 draw("probe", self.kv_heads, PROBED, self.dim).to(self.dtype),
             ),
@@ -101,12 +119,13 @@ class Specimen:
 def specimens(trained: TrainedFor | None = None) -> Iterator[Specimen]:
     """All layers of the contract, smallest first. trained: the only geometry of a learned policy."""
     heads, dim = ((1, 3), DIM) if trained is None else ((trained.kv_heads,), trained.head_dim)
+    layers = 2 if trained is None else trained.layers
     for slots, kv_heads, group in itertools.product((1, 2, 5, 40, 300), heads, (1, 3)):
         for dtype in (torch.float32, torch.bfloat16):
-            yield Specimen(slots, kv_heads, group, dtype, dim=dim)
+            yield Specimen(slots, kv_heads, group, dtype, dim=dim, layers=layers)
             if slots > 1 and kv_heads == heads[-1] and group > 1:  # the widest stand for the unusual ones
-                yield Specimen(slots, kv_heads, group, dtype, "gaps", dim)
-                yield Specimen(slots, kv_heads, group, dtype, "flat", dim)
+                yield Specimen(slots, kv_heads, group, dtype, "gaps", dim, layers)
+                yield Specimen(slots, kv_heads, group, dtype, "flat", dim, layers)
 
 
 def _generator(*parts: object) -> torch.Generator:
@@ -115,18 +134,3 @@ def _generator(*parts: object) -> torch.Generator:
 
 def _normal(parts: tuple[object, ...], shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=_generator(*parts))
-
-
-def _attention(kv_heads: int, heads: int, dim: int, dtype: torch.dtype) -> nn.Module:
-    """A stand-in for an attention module: projections and sizes under transformers' names."""
-    module = nn.Module()
-    width = heads * dim
-    for name, size in (("q_proj", width), ("k_proj", kv_heads * dim), ("v_proj", kv_heads * dim)):
-        linear = nn.Linear(width, size, bias=False, device="meta").to_empty(device="cpu")
-        linear.weight.data = _normal((name, heads, kv_heads), (size, width)).mul_(width**-0.5).to(dtype)
-        module.add_module(name, linear)
-    module.layer_idx, module.head_dim = 1, dim  # type: ignore[assignment]
-    module.config = SimpleNamespace(  # type: ignore[assignment]
-        hidden_size=width, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim
-    )
-    return module

@@ -19,7 +19,7 @@ from .draws import draw_key, uniform_at
 from .need import Need
 
 
-class _Undeclared:
+class _UndeclaredTensor:
     """Stands in for keys or values that a policy did not declare: any use of it is an error."""
 
     def __init__(self, need: Need) -> None:
@@ -41,11 +41,13 @@ class _Undeclared:
     __add__ = __radd__ = __mul__ = __rmul__ = __sub__ = __neg__ = __matmul__ = __pow__ = _refuse
 
 
-UNDECLARED = {need: _Undeclared(need) for need in (Need.KEYS, Need.VALUES)}
+UNDECLARED = {need: _UndeclaredTensor(need) for need in (Need.KEYS, Need.VALUES)}
+
+SharedWork = dict[Any, Any]  # what several policies look at in one layer, by name
 
 
 @dataclass(frozen=True)
-class Probed:
+class ProbeLayer:
     """A policy's n extra tokens in one layer, after RoPE: queries (batch, query_head, n, dim), keys
     (batch, kv_head, n, dim)."""
 
@@ -53,16 +55,25 @@ class Probed:
     keys: Tensor
 
 
+def compute_once(shared: SharedWork, name: Any, compute: Callable[[], Tensor]) -> Tensor:
+    """Shared work, computed by whoever asks first."""
+    if name not in shared:
+        shared[name] = compute()
+    found: Tensor = shared[name]
+    return found
+
+
 @dataclass
 class Observation:
-    """One layer as a policy sees it. Slots are in ascending original position.
+    """One layer as a policy sees it. Slots are in ascending original position; rows of the batch are kept
+    sets with equally many slots.
 
     layer, n_layers: index of this layer and their number. full_index: its index among the layers that
     are evicted (those with full attention). keys, values: (batch, kv_head, slot, dim),
     as cached (keys after RoPE and QK-norm), in the model's dtype. positions: (batch, kv_head, slot)
     int64, original positions, also after earlier evictions. new: tokens of this chunk, the last
     `new` slots. seen: tokens read so far, evicted ones included. scaling: the model's factor on
-    attention logits. module: the layer's attention module, for its weights.
+    attention logits.
     """
 
     layer: int
@@ -73,15 +84,15 @@ class Observation:
     new: int
     seen: int
     scaling: float
-    module: Any
-    key: int
+    _draw: int
     _queries: Tensor
     _hidden: Tensor | None = None
     _future: Callable[[], Tensor] | None = None
-    _probe: Probed | None = None
+    _probe: ProbeLayer | None = None
     full_index: int = 0
     needs: frozenset[Need] = frozenset(Need)
-    _shared: dict[Any, Any] = field(default_factory=dict)
+    _shared: SharedWork = field(default_factory=dict)
+    _sharing: Callable[[SharedWork, Any, Callable[[], Tensor]], Tensor] = compute_once
     _whole: Observation | None = None
 
     def limited_to(self, needs: frozenset[Need]) -> Observation:
@@ -116,9 +127,9 @@ class Observation:
         (batch, query_head, w, slot) float32; the softmax runs over every slot, so rows sum to 1.
         """
         self._require(Need.WINDOW_QUERIES)
-        return self._once(("window", window), lambda: self._window(window))
+        return self._once(("window", window), lambda: self._compute_window(window))
 
-    def _window(self, window: int) -> Tensor:
+    def _compute_window(self, window: int) -> Tensor:
         queries = self._queries[:, :, -window:]
         return attention_rows(queries, self._all_keys, self.scaling, self.slots - queries.shape[2])
 
@@ -161,9 +172,9 @@ class Observation:
         self._require(Need.PROBE)
         if self._probe is None:
             raise PluginError("no extra tokens were read in this layer")
-        return self._once("probe", self._probed)
+        return self._once("probe", self._compute_probe)
 
-    def _probed(self) -> Tensor:
+    def _compute_probe(self) -> Tensor:
         assert self._probe is not None
         keys = torch.cat([self._all_keys, self._probe.keys], 2)
         return attention_rows(self._probe.queries, keys, self.scaling, self.slots)[..., : self.slots]
@@ -171,7 +182,7 @@ class Observation:
     def uniform(self) -> Tensor:
         """One persistent uniform draw per token, KV head and layer: (batch, kv_head, slot) float32."""
         self._require(Need.RANDOM)
-        return uniform_at(draw_key(self.key, self.layer), self.positions)
+        return uniform_at(draw_key(self._draw, self.layer), self.positions)
 
     def by_group(self, per_query_head: Tensor) -> Tensor:
         """(batch, query_head, ...) -> (batch, kv_head, group, ...)."""
@@ -187,6 +198,4 @@ class Observation:
             )
 
     def _once(self, name: Any, compute: Callable[[], Tensor]) -> Tensor:
-        if name not in self._shared:
-            self._shared[name] = compute()
-        return self._shared[name]
+        return self._sharing(self._shared, name, compute)

@@ -6,10 +6,11 @@ sees the budget, so one ranking serves every budget and the kept sets are nested
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from .need import Need
 from .pins import Pins
@@ -17,6 +18,7 @@ from .pins import Pins
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from .model_description import ModelDescription
     from .observation import Observation
 
 
@@ -88,9 +90,24 @@ class Policy(ABC):
         """How learned weights were made; empty for a policy that learns nothing."""
         return {}
 
+    def bind(self, model: ModelDescription) -> Policy:
+        """The policy, ready to rank for a model: called once per model, before anything is scored.
+
+        A policy that learned returns `self.holding(...)` with its weights on the layers' devices, so that
+        `score` and `probe` read no file and move nothing. What is returned must equal the policy itself.
+        """
+        return self
+
+    def holding(self, **state: Any) -> Self:
+        """A copy with attributes that are no parameters: it equals the original and has the same rows."""
+        held = copy.copy(self)
+        for name, value in state.items():
+            object.__setattr__(held, name, value)
+        return held
+
     @abstractmethod
     def score(self, seen: Observation) -> Tensor:
-        """Score every slot of one layer.
+        """Score every slot of one layer, each row of the batch by itself.
 
         Returns (batch, kv_head, slot) float32; higher is kept longer; must be finite.
         """

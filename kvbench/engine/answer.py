@@ -1,7 +1,8 @@
 """Answering from a cache: question, reference, choices and a draft in one pass, then what rows still write.
 
-The reference continuation is teacher-forced; its likelihoods give nll and kl, and on the full cache its
-attention gives the future utility of every cached token. All rows read the same tokens, so nothing is padded.
+In: a cache whose rows hold the context. Out: each row's answer, and how it predicts the reference. The
+reference continuation is teacher-forced; its likelihoods give nll and kl, and on the full cache its attention
+gives the future utility of every cached token. All rows read the same tokens, so nothing is padded.
 """
 
 from __future__ import annotations
@@ -12,15 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..contract.attention_sums import streamed_sums
 from ..contract.task import Answer, Sample
-from ..model.open import LoadedModel
+from ..model.lm import LoadedModel
 from ..model.prompt import Prompt
-from .attention import Layer, Observer
+from .attention import Observer
 from .cache import Cache
 from .forward import Tokens, read_tokens
 from .tree import Tree
-from .write import Known, Line, write
+from .write import Line, Lookahead, write
 
 LOGITS_LIMIT = 2**28  # bytes of float32 logits alive at once
 AT_ONCE = {"cpu": 1024}  # tokens of all rows in one forward: more is no faster there, and takes memory
@@ -42,41 +42,8 @@ class Outcome:
     kl: float | None
 
 
-@dataclass
-class FutureAttention:
-    """Observer of the full cache: u of KVP per layer, summed over the question and the reference.
-
-    context, future: tokens of the context, and of question and reference behind it; what is read behind those
-    does not count. utility: layer -> (1, kv_head, context) float32. modules: layer -> (module, scaling).
-    """
-
-    context: int
-    future: int
-    layers: tuple[int, ...]
-    utility: dict[int, Tensor]
-    modules: dict[int, tuple[object, float]]
-
-    @classmethod
-    def over(cls, prompt: Prompt, layers: tuple[int, ...]) -> FutureAttention:
-        future = len(prompt.question) + len(prompt.reference.ids)
-        return cls(len(prompt.context), future, layers, {}, {})
-
-    def __call__(self, layer: Layer) -> None:
-        if layer.index not in self.layers:
-            return
-        keys = layer.bucket.view(layer.index)[0][:, :, : self.context + self.future]
-        offset = layer.bucket.filled[layer.index] - layer.queries.shape[2]
-        if offset >= keys.shape[2]:
-            return
-        queries = layer.queries[:, :, : keys.shape[2] - offset]
-        u = streamed_sums(queries, keys, layer.scaling, offset, "max")[:, :, : self.context]
-        known = self.utility.get(layer.index)
-        self.utility[layer.index] = u if known is None else known + u
-        self.modules[layer.index] = (layer.module, layer.scaling)
-
-
 @dataclass(frozen=True)
-class Asked:
+class AnswerRequest:
     """What every row of a cache is asked. draft: read likely answers ahead; they change no result."""
 
     lm: LoadedModel
@@ -86,7 +53,7 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnswerSet:
     """outcomes: one per row. logprobs: (token, vocabulary) of the full cache over the reference. written: the
     tokens of row 0's answer, the one that ended it included."""
 
@@ -96,33 +63,34 @@ class Answered:
 
 
 def answer_rows(
-    asked: Asked, cache: Cache, full: Answered | None = None, observer: Observer | None = None
-) -> Answered:
+    request: AnswerRequest, cache: Cache, full: AnswerSet | None = None, observer: Observer | None = None
+) -> AnswerSet:
     """Answer the sample from every row of a cache that holds the (compacted) context.
 
     full: what the full cache answered, for kl and as a draft; None when this is the full cache. observer:
     looks at the layers while question and reference are read. The cache is left as it was.
     """
     mark = cache.mark()
-    plan = _Plan.of(asked, full, whole=observer is not None)
+    plan = _ReadingPlan.of(request, full, whole=observer is not None)
     cache.reserve(len(plan.tree))
-    most = max(1, AT_ONCE.get(asked.lm.device.type, MUCH_AT_ONCE) // len(plan.tree))
-    found = _Found.joined([_read(asked, piece, plan, full, observer) for piece in cache.pieces(most)])
+    most = max(1, AT_ONCE.get(request.lm.device.type, MUCH_AT_ONCE) // len(plan.tree))
+    found = _Predictions.join([_read(request, piece, plan, full, observer) for piece in cache.pieces(most)])
     cache.rewind(mark)
     lines: list[Line] = []
     predicted = found.predicted.tolist()
-    if not asked.prompt.choices:
-        known = Known(plan.tree, len(asked.prompt.context), predicted)
-        lines = write(asked.lm, cache, asked.sample, known, asked.draft)
+    if not request.prompt.choices:
+        known = Lookahead(plan.tree, len(request.prompt.context), predicted)
+        lines = write(request.lm, cache, request.sample, known, request.draft)
         cache.rewind(mark)
-    texts = [line.text(asked.lm, asked.sample) for line in lines]
-    answers = [Answer(text=text) for text in texts] or [_choice(plan, asked.prompt, row) for row in predicted]
-    outcomes = _outcomes(asked.prompt, found, answers)
-    return Answered(outcomes, found.logprobs, lines[0].tokens if lines else [])
+    texts = [line.text(request.lm, request.sample) for line in lines]
+    answers = [Answer(text=text) for text in texts]
+    answers = answers or [_choose(plan, request.prompt, row) for row in predicted]
+    outcomes = _make_outcomes(request.prompt, found, answers)
+    return AnswerSet(outcomes, found.logprobs, lines[0].tokens if lines else [])
 
 
 @dataclass(frozen=True)
-class _Plan:
+class _ReadingPlan:
     """What is read behind the context, and which of its predictions count.
 
     scored: reference, then choices; per continuation its (node, the token it should predict). last: nodes
@@ -134,28 +102,28 @@ class _Plan:
     last: int
 
     @classmethod
-    def of(cls, asked: Asked, full: Answered | None, whole: bool) -> _Plan:
+    def of(cls, request: AnswerRequest, full: AnswerSet | None, whole: bool) -> _ReadingPlan:
         """whole: read the last token of the reference, too, which predicts nothing but has attention."""
-        tree = Tree.of(asked.prompt.question)
+        tree = Tree.of(request.prompt.question)
         scored: list[list[tuple[int, int]]] = []
-        for part in (asked.prompt.reference, *asked.prompt.choices):
+        for part in (request.prompt.reference, *request.prompt.choices):
             nodes = tree.add(part.ids if whole and not scored else part.ids[:-1])
             scored.append(list(zip(nodes, part.ids, strict=False)))
         last = len(tree)
-        if asked.draft and full is not None and full.written:
-            shared = _shared(full.written, asked.prompt.reference.ids)
+        if request.draft and full is not None and full.written:
+            shared = _count_shared(full.written, request.prompt.reference.ids)
             tree.add(full.written[: shared + DRAFT][:-1])
         return cls(tree, scored, last)
 
 
-def _shared(left: Sequence[int], right: Sequence[int]) -> int:
+def _count_shared(left: Sequence[int], right: Sequence[int]) -> int:
     """Length of the common beginning."""
     pairs = enumerate(zip(left, right, strict=False))
     return next((index for index, (a, b) in pairs if a != b), min(len(left), len(right)))
 
 
 @dataclass
-class _Found:
+class _Predictions:
     """Predictions of every row.
 
     tokens: per continuation (row, token) log-likelihoods. divergence: (row, token) KL from the full cache
@@ -169,7 +137,7 @@ class _Found:
     predicted: Tensor
 
     @classmethod
-    def joined(cls, parts: list[_Found]) -> _Found:
+    def join(cls, parts: list[_Predictions]) -> _Predictions:
         """Rows that were read in pieces."""
         divergences = [part.divergence for part in parts if part.divergence is not None]
         return cls(
@@ -181,10 +149,14 @@ class _Found:
 
 
 def _read(
-    asked: Asked, cache: Cache, plan: _Plan, full: Answered | None, observer: Observer | None
-) -> _Found:
+    request: AnswerRequest,
+    cache: Cache,
+    plan: _ReadingPlan,
+    full: AnswerSet | None,
+    observer: Observer | None,
+) -> _Predictions:
     """Read the tree in blocks, keeping only what the metrics need."""
-    lm, tree, context = asked.lm, plan.tree, len(asked.prompt.context)
+    lm, tree, context = request.lm, plan.tree, len(request.prompt.context)
     ids = torch.tensor(tree.ids, device=lm.device)
     positions = torch.tensor(tree.depth, device=lm.device) + context
     pairs = [pair for part in plan.scored for pair in part]
@@ -210,9 +182,9 @@ def _read(
                 row0.append(logprobs[0, : max(0, span.stop - span.start)])
             else:
                 assert full.logprobs is not None
-                kl.append(_divergence(full.logprobs[span], logprobs))
+                kl.append(_diverge(full.logprobs[span], logprobs))
         begin = end
-    return _Found(
+    return _Predictions(
         tokens=list(tokens.split([len(part) for part in plan.scored], 1)),
         divergence=torch.cat(kl, 1) if kl else None,
         logprobs=torch.cat(row0) if row0 else None,
@@ -220,12 +192,12 @@ def _read(
     )
 
 
-def _divergence(full: Tensor, logprobs: Tensor) -> Tensor:
+def _diverge(full: Tensor, logprobs: Tensor) -> Tensor:
     """KL from the full cache: (token, vocabulary), (row, token or more, vocabulary) -> (row, token)."""
     return (full - logprobs[:, : full.shape[0]]).mul_(full.exp()).sum(-1)
 
 
-def _outcomes(prompt: Prompt, found: _Found, answers: list[Answer]) -> list[Outcome]:
+def _make_outcomes(prompt: Prompt, found: _Predictions, answers: list[Answer]) -> list[Outcome]:
     """One outcome per row; the host reads the numbers of all rows at once."""
     scored = prompt.reference.scored
     parts = zip(found.tokens[1:], prompt.choices, strict=True)
@@ -240,7 +212,7 @@ def _outcomes(prompt: Prompt, found: _Found, answers: list[Answer]) -> list[Outc
     return outcomes
 
 
-def _choice(plan: _Plan, prompt: Prompt, predicted: list[int]) -> Answer:
+def _choose(plan: _ReadingPlan, prompt: Prompt, predicted: list[int]) -> Answer:
     """An answer that is a choice: would greedy decoding write it? Its likelihoods come later."""
     parts = zip(plan.scored[1:], prompt.choices, strict=True)
     greedy = (

@@ -1,8 +1,7 @@
-"""Our attention function: it appends to our cache, attends, and lets an observer look.
+"""Attention of one forward: it appends to our cache, attends, and lets an observer look.
 
-It is registered under its own name with transformers, and a model uses it only when loaded with
-attn_implementation="kvbench": no class is patched and no other model in the process notices. The
-function sees queries, keys and values after RoPE and QK-norm on every architecture.
+In: queries, keys and values of every layer, after RoPE and QK-norm, from `model.hook`. Out: attention's
+output; the new keys and values are in the cache.
 """
 
 from __future__ import annotations
@@ -29,15 +28,14 @@ class Layer:
     """What happens in one layer for the rows of one bucket; handed to the observer.
 
     index: layer index. bucket: the rows' cache, new tokens already in it. queries: (row, query_head,
-    new, dim) after RoPE. scaling: factor on the logits. module: the attention module.
+    new, dim) after RoPE. scaling: factor on the logits.
     """
 
-    def __init__(self, index: int, bucket: Bucket, queries: Tensor, scaling: float, module: Any) -> None:
+    def __init__(self, index: int, bucket: Bucket, queries: Tensor, scaling: float) -> None:
         self.index = index
         self.bucket = bucket
         self.queries = queries
         self.scaling = scaling
-        self.module = module
 
 
 class Pass:
@@ -70,7 +68,7 @@ class Pass:
             old = bucket.append(index, key[rows], value[rows], self.positions)
             outputs.append(self._attend_bucket(query[rows], bucket, index, old, scaling, window))
             if self.observer is not None:
-                self.observer(Layer(index, bucket, query[rows], scaling, module))
+                self.observer(Layer(index, bucket, query[rows], scaling))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _attend_bucket(

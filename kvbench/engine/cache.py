@@ -1,5 +1,6 @@
 """The KV cache of many rows at once: preallocated, written in place, compacted by gathering.
 
+In: new keys and values, and the slots that stay. Out: views of what is held, and compacted caches.
 Rows (kept sets under comparison) that hold equally many slots share a bucket, so nothing is padded:
 a step reads exactly the pairs that are kept. Layers are independent tensors on their own devices.
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptSet:
     """One row after an eviction: which row it comes from and the slots that stay.
 
     slots: per layer (kv_head, kept) int64, ascending.
@@ -166,7 +167,7 @@ class Cache:
                 return bucket, row - bucket.rows.start
         raise IndexError(row)
 
-    def compact(self, kept: Sequence[Kept], room: int) -> tuple[Cache, list[int]]:
+    def compact(self, kept: Sequence[KeptSet], room: int) -> tuple[Cache, list[int]]:
         """A new cache whose row i holds only kept[i]; `room` more slots are preallocated.
 
         Rows are reordered so that equally long ones are neighbours. Returns the cache and, for each
@@ -190,7 +191,7 @@ class Cache:
         """Which bucket holds a row."""
         return next(i for i, bucket in enumerate(self.buckets) if row in bucket.rows)
 
-    def _gathered(self, rows: range, kept: list[Kept], room: int) -> Bucket:
+    def _gathered(self, rows: range, kept: list[KeptSet], room: int) -> Bucket:
         """One new bucket; consecutive rows from one source bucket are gathered in one indexing."""
         bucket = Bucket(rows, self.layers)
         runs: list[tuple[Bucket, list[int]]] = []

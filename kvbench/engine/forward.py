@@ -1,4 +1,7 @@
-"""One forward of new tokens against a cache."""
+"""One forward of new tokens against a cache.
+
+In: tokens and a cache. Out: their logits; the cache holds them, and an observer has seen every layer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnsupportedModel
-from ..model.open import LoadedModel
+from ..model.lm import LoadedModel
 from .attention import Observer, Pass
 from .cache import Cache
 

@@ -1,4 +1,7 @@
-"""Hidden states that attention modules receive, recorded for one forward."""
+"""Hidden states that attention modules receive, recorded for one forward.
+
+In: a model and a place to write to. Out: while a layer is read, its hidden states (row, new, d_model).
+"""
 
 from __future__ import annotations
 
@@ -8,19 +11,26 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import UnsupportedModel
+from ..model.lm import LoadedModel
+
 
 @contextmanager
-def recorded_hidden(model: Any, into: dict[int, Tensor]) -> Iterator[None]:
-    """Record what each attention module receives, for the duration of one forward."""
+def recorded_hidden(lm: LoadedModel, into: dict[int, Tensor]) -> Iterator[None]:
+    """Record what the attention module of the layer in work receives, for the duration of one forward.
+
+    into: layer index -> hidden states; holds one layer at a time.
+    """
 
     def hook(module: Any, args: Any, kwargs: Any) -> None:
-        into[module.layer_idx] = args[0] if args else kwargs["hidden_states"]
+        hidden = kwargs.get("hidden_states", args[0] if args else None)
+        if not isinstance(hidden, Tensor):
+            raise UnsupportedModel(f"{lm.name}: {type(module).__name__} does not receive hidden states")
+        into.clear()
+        into[module.layer_idx] = hidden
 
-    handles = [
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-        for module in model.modules()
-        if hasattr(module, "layer_idx") and type(module).__name__.endswith("Attention")
-    ]
+    modules = lm.attention_modules.values()
+    handles = [module.register_forward_pre_hook(hook, with_kwargs=True) for module in modules]
     try:
         yield
     finally:

@@ -1,4 +1,7 @@
-"""From scores to a ranking, and from a ranking to the kept slots of every budget."""
+"""From scores to a ranking, and from a ranking to the kept slots of every budget.
+
+In: scores, positions, pins. Out: slots in the order in which they are kept.
+"""
 
 from __future__ import annotations
 

@@ -1,109 +1,49 @@
-"""Passes in which policies rank: a chunk of the context, extra tokens, or what is stored."""
+"""Passes in which policies rank: a chunk of the context, extra tokens, or what is stored.
+
+In: a cache, what is read into it, and who ranks which row. Out: `Rankings`.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
 
-import torch
 from torch import Tensor
 
 from ..contract.need import Need
-from ..errors import KvbenchError
-from ..model.open import LoadedModel
+from ..model.memory import synchronise
 from .attention import Layer, Observer
+from .bind import BoundPolicies, Probe, check_room
 from .cache import Cache
 from .forward import read
 from .hidden import recorded_hidden
-from .probe import read_embedded, validated_probe
-from .ranking import Ranking
-from .score import reason
-
-if TYPE_CHECKING:
-    from ..model.open import LoadedModel
-    from .ranking import Ranker, Ranking
-
-
-@dataclass
-class _Asked:
-    """Rankers that read the same extra tokens, by row. tokens: their embeddings (n, d_model)."""
-
-    tokens: Tensor
-    rows: dict[int, list[Ranker]] = field(default_factory=dict)
-
-
-def rank_probed(lm: LoadedModel, cache: Cache, new: int, ranking: Ranking) -> None:
-    """Rank every row for its policies with extra tokens; equal tokens are read once, for all who want them.
-
-    new: tokens of the chunk that was read last. The time of a pass counts in full for each of its
-    rankers: alone, each would need it. The cache is left as it was.
-    """
-    for asked in _asked(lm, ranking):
-        started, scoring = time.perf_counter(), sum(ranking.seconds.values())
-        rows = sorted(asked.rows)
-        part = cache if len(rows) == cache.rows else cache.take_rows(rows)
-        wanted = [asked.rows[row] for row in rows]
-        own = replace(
-            ranking,
-            wanted=wanted,
-            orders={},
-            failed={},
-            hidden={},
-            flags=[],
-            probed=len(asked.tokens),
-            new=new,
-        )
-        mark = part.mark()
-        read_embedded(lm, part, asked.tokens, ranking.seen, own)
-        part.rewind(mark)
-        ranking.orders |= {(rows[row], ranker): order for (row, ranker), order in own.orders.items()}
-        ranking.failed |= {(rows[row], ranker): reason for (row, ranker), reason in own.failed.items()}
-        ranking.flags += [(rows[row], ranker, layer, flag) for row, ranker, layer, flag in own.flags]
-        seconds = time.perf_counter() - started - (sum(ranking.seconds.values()) - scoring)
-        for ranker in dict.fromkeys(ranker for row in wanted for ranker in row):
-            ranking.seconds[ranker] = ranking.seconds.get(ranker, 0.0) + seconds
-
-
-def _asked(lm: LoadedModel, ranking: Ranking) -> list[_Asked]:
-    """The passes that the rows' policies need; a policy whose tokens cannot be read has failed."""
-    found: list[_Asked] = []
-    for row, rankers in enumerate(ranking.wanted):
-        for ranker in rankers:
-            if Need.PROBE not in ranker.policy.needs:
-                continue
-            try:
-                tokens = validated_probe(ranker.policy, lm, ranking.seen)
-            except KvbenchError as error:
-                ranking.failed[row, ranker] = reason(ranker.policy, error)
-                continue
-            same = next((one for one in found if torch.equal(one.tokens, tokens)), None)
-            if same is None:
-                found.append(same := _Asked(tokens))
-            same.rows.setdefault(row, []).append(ranker)
-    return found
+from .observe import Moment
+from .probe import read_probe
+from .ranking import Place, RankingPass, Rankings, Wanted
 
 
 def read_and_rank(
-    lm: LoadedModel, cache: Cache, ids: Tensor, start: int, ranking: Ranking, observer: Observer | None = None
-) -> float:
+    bound: BoundPolicies, cache: Cache, ids: Tensor, wanted: Wanted, moment: Moment,
+    observer: Observer | None = None,
+) -> tuple[Rankings, float]:  # fmt: skip
     """Read one chunk and rank every row, layer by layer, while its queries exist.
 
-    Policies with extra tokens are ranked afterwards, when those are read. observer: also looks at the
-    layers of the chunk. Returns the seconds of the reading alone.
+    ids: (new,), the last of the `moment.seen` tokens. Policies with extra tokens rank afterwards, when those
+    are read. observer: also looks at the layers of the chunk. Returns the rankings, and the seconds of the
+    reading alone.
     """
-    needs_hidden = any(
-        Need.HIDDEN_STATES in ranker.policy.needs for row in ranking.wanted for ranker in row
-    )  # fmt: skip
-    recording = recorded_hidden(lm.model, ranking.hidden) if needs_hidden else nullcontext()
-    with recording:
-        started, scoring = time.perf_counter(), sum(ranking.seconds.values())
-        read(lm, cache, ids, start, observer=_both(ranking.without_probes(), observer))
-        seconds = time.perf_counter() - started - (sum(ranking.seconds.values()) - scoring)
-    rank_probed(lm, cache, ids.shape[0], ranking)
-    ranking.settle()
-    return seconds
+    lm = bound.lm
+    at_once = [[ranker for ranker in row if Need.PROBE not in ranker.policy.needs] for row in wanted]
+    ranking = RankingPass(bound, at_once, moment)
+    needs_hidden = any(Need.HIDDEN_STATES in ranker.policy.needs for row in at_once for ranker in row)
+    started = time.perf_counter()
+    with recorded_hidden(lm, ranking.hidden) if needs_hidden else nullcontext():
+        read(lm, cache, ids, moment.seen - moment.new, observer=_both(ranking, observer))
+    synchronise(lm.description.devices)  # `finish` would wait all the same
+    seconds = time.perf_counter() - started - ranking.spent()
+    return ranking.finish().joined(rank_probed(bound, cache, wanted, moment)), seconds
 
 
 def _both(first: Observer, second: Observer | None) -> Observer:
@@ -115,11 +55,56 @@ def _both(first: Observer, second: Observer | None) -> Observer:
     return look
 
 
-def rank_stored(cache: Cache, ranking: Ranking, modules: dict[int, tuple[Any, float]]) -> None:
-    """Rank from keys and values alone, after the prefill: for policies that look at the future."""
+def rank_probed(bound: BoundPolicies, cache: Cache, wanted: Wanted, moment: Moment) -> Rankings:
+    """Rank for the policies with extra tokens; equal tokens are read once, for all who want them.
+
+    The time of a pass counts in full for each of its rankers: alone, each would need it. The cache is left
+    as it was.
+    """
+    done = Rankings()
+    for probe in bound.probes:
+        done = done.joined(_rank_after(bound, cache, wanted, moment, probe))
+    return done
+
+
+def _rank_after(bound: BoundPolicies, cache: Cache, wanted: Wanted, moment: Moment, probe: Probe) -> Rankings:
+    """Rank the rows that want policies of one probe, after its tokens."""
+    lm = bound.lm
+    count = len(probe.tokens)
+    readers = [[ranker for ranker in row if ranker.policy in probe.policies] for row in wanted]
+    failures: dict[Place, str] = {}
+    for row, rankers in enumerate(readers):
+        for ranker in rankers:
+            if why := check_room(ranker.policy, lm, moment.seen, count):
+                failures[row, ranker] = why
+    rows = [row for row, rankers in enumerate(readers) if rankers]
+    if failures or not rows:
+        return Rankings(failures=failures)
+    part = cache if len(rows) == cache.rows else cache.take_rows(rows)
+    ranking = RankingPass(bound, [readers[row] for row in rows], moment, count)
+    started = time.perf_counter()
+    read_probe(lm, part, probe.tokens, moment.seen, ranking)
+    synchronise(lm.description.devices)
+    seconds = time.perf_counter() - started - ranking.spent()
+    done = ranking.finish()
+    return Rankings(
+        {(rows[row], ranker): replace(found, seconds=found.seconds + seconds)
+         for (row, ranker), found in done.found.items()},
+        {(rows[row], ranker): why for (row, ranker), why in done.failures.items()},
+    )  # fmt: skip
+
+
+def rank_stored(
+    bound: BoundPolicies, cache: Cache, wanted: Wanted, moment: Moment, scalings: Mapping[int, float]
+) -> Rankings:
+    """Rank from keys and values alone, after the prefill: for policies that look at the future.
+
+    scalings: of every full-attention layer, the factor on its logits.
+    """
+    ranking = RankingPass(bound, wanted, moment)
     for bucket in cache.buckets:
-        for index, (module, scaling) in modules.items():
+        for index, scaling in scalings.items():
             keys = bucket.view(index)[0]
             no_queries = keys.new_empty(keys.shape[0], keys.shape[1], 0, keys.shape[3])
-            ranking(Layer(index, bucket, no_queries, scaling, module))
-    ranking.settle()
+            ranking(Layer(index, bucket, no_queries, scaling))
+    return ranking.finish()

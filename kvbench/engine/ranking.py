@@ -1,140 +1,192 @@
-"""Ranking while a pass is read: every policy scores every full-attention layer."""
+"""Ranking while a pass is read: every policy scores and orders every full-attention layer.
+
+In: layers, one after another, and which rows want which policies. Out: `Rankings`, immutable, when the pass
+is over. Rows with equally many slots that want one policy are scored in one call.
+"""
 
 from __future__ import annotations
 
-import time
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ..contract.need import Need
-from ..contract.observation import Observation, Probed
-from ..contract.pins import Pins
+from ..contract.cell import Ranker
+from ..contract.observation import Observation
 from ..contract.policy import Policy
 from ..errors import KvbenchError
-from ..model.open import LoadedModel
+from ..model.memory import synchronise
 from .attention import Layer
+from .bind import BoundPolicies, reason
+from .observe import Moment, observe_rows
 from .order import rank
-from .score import not_finite, reason, score_and_flag
+from .score import not_finite, score_and_flag
+from .stopwatch import Lap, SharedCosts
+
+SCORE_LIMIT = 2**28  # bytes of float32 attention that one call of `score` may need for a block of queries
+QUERIES = 256  # in such a block, see `contract.attention_sums`
+
+Place = tuple[int, Ranker]  # a row of the cache and who ranks it
+Wanted = Sequence[Sequence[Ranker]]  # per row, who ranks it
 
 
-@dataclass(frozen=True)
-class Ranker:
-    """A policy under pins: what makes a ranking. Budgets are cut from it later."""
-
-    policy: Policy
-    pins: Pins
-
-
-@dataclass(frozen=True)
-class Target:
-    """What one cell asks of the loop: a ranking and how much of it to keep."""
-
-    ranker: Ranker
-    budget: int
-
-
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Ranking:
-    """Observer that ranks each full-attention layer for the policies of each row.
+    """One row, ranked in every full-attention layer, on the model's first device.
 
-    wanted: per row, the rankers to apply. key: of random draws. future: u per layer position, if known.
-    orders: (row, ranker) -> per full layer (kv_head, slot). failed: same -> what the policy did wrong.
-    seconds: ranker -> time spent in its score and sort, and in reading its extra tokens. probed: how many
-    extra tokens the pass reads; they stand last, do not compete, and `new` tokens were read before them.
-    flags: (row, ranker, layer, whether its score is finite, on the device), until `settle` reads them.
+    order: (full_layer, kv_head, slot) int64, slots, the one to keep longest first. score: same shape,
+    float32, by slot. seconds: what scoring and ordering took, shared work included.
     """
 
-    lm: LoadedModel
-    wanted: list[list[Ranker]]
-    key: int
-    seen: int
-    future: dict[int, Tensor] | None = None
-    orders: dict[tuple[int, Ranker], list[Tensor]] = field(default_factory=dict)
-    failed: dict[tuple[int, Ranker], str] = field(default_factory=dict)
-    seconds: dict[Ranker, float] = field(default_factory=dict)
-    hidden: dict[int, Tensor] = field(default_factory=dict)
-    flags: list[tuple[int, Ranker, int, Tensor]] = field(default_factory=list)
-    probed: int = 0
-    new: int = 0
-    _finished: dict[tuple[int, Ranker], Tensor] = field(default_factory=dict)
+    order: Tensor
+    score: Tensor
+    seconds: float
+
+
+@dataclass(frozen=True, eq=False)
+class Rankings:
+    """What came of a pass: for each row and ranker, a ranking or the reason why there is none."""
+
+    found: Mapping[Place, Ranking] = field(default_factory=dict)
+    failures: Mapping[Place, str] = field(default_factory=dict)
+
+    def joined(self, other: Rankings) -> Rankings:
+        """These and the rankings of another pass, which are of other rows or rankers."""
+        return Rankings({**self.found, **other.found}, {**self.failures, **other.failures})
+
+
+class _Track:
+    """What a row's ranking is made of, layer by layer. laps: with the share of each that it is charged."""
+
+    def __init__(self) -> None:
+        self.orders: list[Tensor] = []
+        self.scores: list[Tensor] = []
+        self.laps: list[tuple[Lap, float]] = []
+
+
+class RankingPass:
+    """Observer of one pass. probe: how many extra tokens it reads; they stand last and do not compete.
+
+    hidden: layer -> what its attention module received, filled from outside while the layer is read.
+    """
+
+    def __init__(self, bound: BoundPolicies, wanted: Wanted, moment: Moment, probe: int = 0) -> None:
+        self.hidden: dict[int, Tensor] = {}
+        self._bound = bound
+        self._moment = moment
+        self._rankers: list[dict[Policy, list[Ranker]]] = [{} for _ in wanted]
+        for mine, row in zip(self._rankers, wanted, strict=True):
+            for ranker in row:
+                mine.setdefault(ranker.policy, []).append(ranker)
+        self._probe = probe
+        self._tracks: defaultdict[Place, _Track] = defaultdict(_Track)
+        self._failures: dict[Place, str] = {}
+        self._finite: list[tuple[int, Policy, Sequence[int], Tensor]] = []
+        self._laps: list[Lap] = []
 
     def __call__(self, layer: Layer) -> None:
-        if layer.index not in self.lm.geometry.full_layers:
+        if layer.index not in self._bound.lm.geometry.full_layers:
             return
-        for offset, row in enumerate(layer.bucket.rows):
-            seen = self.observation(layer, offset)
-            for ranker in self.wanted[row]:
-                self._rank(row, ranker, seen)
+        shown: dict[tuple[int, ...], tuple[Observation, SharedCosts]] = {}
+        for policy, rows in self._calls(layer):
+            if rows not in shown:
+                shown[rows] = self._observe(layer, rows)
+            if not self._score(policy, rows, *shown[rows]) and len(rows) > 1:
+                for row in rows:  # a policy that fails on one row fails there only
+                    self._score(policy, (row,), *self._observe(layer, (row,)))
 
-    def observation(self, layer: Layer, offset: int) -> Observation:
-        """What policies see of one full-attention layer in the bucket's row at `offset`."""
-        stored = layer.bucket.view(layer.index)
-        slots = stored[0].shape[2] - self.probed
-        keys, values, positions = (tensor[:, :, :slots] for tensor in stored)
-        hidden = self.hidden.get(layer.index)
-        one = slice(offset, offset + 1)
-        row = layer.bucket.rows[offset]
-        return Observation(
-            layer=layer.index,
-            n_layers=self.lm.geometry.layers,
-            full_index=self.lm.geometry.full_layers.index(layer.index),
-            keys=keys[one],
-            values=values[one],
-            positions=positions[one],
-            new=self.new if self.probed else layer.queries.shape[2],
-            seen=self.seen,
-            scaling=layer.scaling,
-            module=layer.module,
-            key=self.key,
-            _queries=layer.queries[one, :, self.probed :],
-            _hidden=None if hidden is None else hidden[row : row + 1],
-            _future=None if self.future is None else _constant(self.future[layer.index]),
-            _probe=Probed(layer.queries[one], stored[0][one, :, slots:]) if self.probed else None,
+    def finish(self) -> Rankings:
+        """Read once what the devices know of all scores, and give the rankings of those that are finite."""
+        synchronise(self._bound.lm.description.devices)
+        if self._finite:
+            device = self._bound.lm.device
+            known = torch.cat([finite.to(device) for *_, finite in self._finite]).tolist()
+            for layer, policy, rows, _ in reversed(self._finite):  # the first layer has the last word
+                mine = known[len(known) - len(rows) :]
+                del known[len(known) - len(rows) :]
+                for row, fine in zip(rows, mine, strict=True):
+                    if not fine:
+                        self._fail(policy, row, not_finite(policy, layer))
+        done = {place: track for place, track in self._tracks.items() if place not in self._failures}
+        return Rankings({place: self._join(track) for place, track in done.items()}, dict(self._failures))
+
+    def spent(self) -> float:
+        """Seconds of all scoring and ordering of this pass, once the devices are done."""
+        return sum(lap.seconds for lap in self._laps)
+
+    def _join(self, track: _Track) -> Ranking:
+        device = self._bound.lm.device
+        order, score = (
+            torch.stack([one.to(device) for one in part]) for part in (track.orders, track.scores)
         )
+        return Ranking(order, score, sum(share * lap.seconds for lap, share in track.laps))
 
-    def _rank(self, row: int, ranker: Ranker, seen: Observation) -> None:
-        if (row, ranker) in self.failed:
-            return
-        started = time.perf_counter()
+    def _calls(self, layer: Layer) -> Iterator[tuple[Policy, tuple[int, ...]]]:
+        """Every policy with rows of the layer's bucket that want it, as many as may be scored at once."""
+        rows_of: dict[Policy, list[int]] = {}
+        for row in layer.bucket.rows:
+            for policy, rankers in self._rankers[row].items():
+                if (row, rankers[0]) not in self._failures:
+                    rows_of.setdefault(policy, []).append(row)
+        heads, new = layer.queries.shape[1:3]
+        need = 4 * heads * min(QUERIES, max(1, new)) * layer.bucket.filled[layer.index]
+        most = max(1, SCORE_LIMIT // need)
+        for policy, rows in rows_of.items():
+            for start in range(0, len(rows), most):
+                yield policy, tuple(rows[start : start + most])
+
+    def _observe(self, layer: Layer, rows: tuple[int, ...]) -> tuple[Observation, SharedCosts]:
+        hidden = self.hidden.get(layer.index)
+        seen = observe_rows(self._bound.lm.geometry, layer, rows, self._moment, hidden, self._probe)
+        costs = SharedCosts(seen.keys.device)
+        seen._sharing = costs.compute
+        return seen, costs
+
+    def _score(
+        self, policy: Policy, rows: tuple[int, ...], seen: Observation, costs: SharedCosts
+    ) -> bool:  # fmt: skip
+        """Score and order these rows; False when the policy failed, which on a single row is for good."""
+        lap = Lap(seen.keys.device)
         try:
-            score, finite = score_and_flag(ranker.policy, seen)
+            score, finite = score_and_flag(self._bound.policies[policy], seen)
         except KvbenchError as error:
-            self.failed[row, ranker] = reason(ranker.policy, error)
-            return
-        self.flags.append((row, ranker, seen.layer, finite))
-        order = rank(score, seen.positions, ranker.pins, seen.seen)
-        self.orders.setdefault((row, ranker), []).append(order[0])
-        spent = time.perf_counter() - started
-        self.seconds[ranker] = self.seconds.get(ranker, 0.0) + spent
+            costs.take_borrowed()
+            if len(rows) == 1:
+                self._fail(policy, rows[0], reason(policy, error))
+            return False
+        finally:
+            lap.end()
+            self._laps.append(lap)
+        self._finite.append((seen.layer, policy, rows, finite))
+        charged = [(one, 1 / len(rows)) for one in (lap, *costs.take_borrowed())]
+        indices: dict[Ranker, list[int]] = {}
+        for index, row in enumerate(rows):
+            for ranker in self._rankers[row][policy]:
+                indices.setdefault(ranker, []).append(index)
+        for ranker, mine in indices.items():
+            self._order(ranker, rows, mine, score, seen, charged)
+        return True
 
-    def settle(self) -> None:
-        """Read once what the devices know of all scores: a policy whose score is not finite has failed."""
-        if not self.flags:
-            return
-        finite = torch.stack([flag.to(self.lm.device) for *_, flag in self.flags]).tolist()
-        for (row, ranker, layer, _), fine in zip(reversed(self.flags), reversed(finite), strict=True):
-            if not fine:  # the first layer has the last word
-                self.failed[row, ranker] = not_finite(ranker.policy, layer)
-        self.flags.clear()
+    def _order(
+        self, ranker: Ranker, rows: Sequence[int], mine: list[int], score: Tensor, seen: Observation,
+        charged: list[tuple[Lap, float]],
+    ) -> None:  # fmt: skip
+        """Order the slots of some of the rows, those at the indices `mine`."""
+        lap = Lap(seen.keys.device)
+        whole = len(mine) == len(rows)
+        part, positions = (x if whole else torch.stack([x[i] for i in mine]) for x in (score, seen.positions))
+        order = rank(part, positions, ranker.pins, seen.seen)
+        lap.end()
+        self._laps.append(lap)
+        for index, one, values in zip(mine, order, part, strict=True):
+            track = self._tracks[rows[index], ranker]
+            track.orders.append(one)
+            track.scores.append(values)
+            track.laps += [*charged, (lap, 1 / len(mine))]
 
-    def without_probes(self) -> Ranking:
-        """The same ranking, results included, for the rankers that read no extra tokens."""
-        wanted = [[one for one in row if Need.PROBE not in one.policy.needs] for row in self.wanted]
-        return replace(self, wanted=wanted)
-
-    def order(self, row: int, ranker: Ranker) -> Tensor:
-        """The finished ranking of a row: (full_layer, kv_head, slot), on the model's first device.
-
-        Joined once, whatever the number of budgets that are cut from it.
-        """
-        if (row, ranker) not in self._finished:
-            layers = [order.to(self.lm.device) for order in self.orders[row, ranker]]
-            self._finished[row, ranker] = torch.stack(layers)
-        return self._finished[row, ranker]
-
-
-def _constant(value: Tensor) -> Any:
-    return lambda: value
+    def _fail(self, policy: Policy, row: int, why: str) -> None:
+        """A policy has failed on a row, whatever its pins."""
+        for ranker in self._rankers[row][policy]:
+            self._failures[row, ranker] = why

@@ -1,4 +1,7 @@
-"""The only door through which the engine asks a policy for scores."""
+"""The only door through which the engine asks a policy for scores.
+
+In: a policy and what it may see of one layer. Out: its score, checked, or an error that names the policy.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ def validated_score(policy: Policy, seen: Observation) -> Tensor:
 def score_seeing(policy: Policy, seen: Observation, needs: Set[Need]) -> Tensor:
     """`validated_score` for a policy that may look at `needs`, whatever it declares."""
     score, finite = score_and_flag(policy, seen, needs)
-    if not finite.item():
+    if not finite.all().item():
         raise PluginError(not_finite(policy, seen.layer))
     return score
 
@@ -33,9 +36,9 @@ def score_seeing(policy: Policy, seen: Observation, needs: Set[Need]) -> Tensor:
 def score_and_flag(
     policy: Policy, seen: Observation, needs: Set[Need] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`validated_score` without waiting for the device: whether all is finite is a bool on the device.
+    """`validated_score` without waiting for the device, and whether each row is finite: (batch,) bool there.
 
-    The caller reads it when convenient, and then must refuse with `not_finite`.
+    The caller reads that when convenient, and then must refuse with `not_finite`.
     """
     name = _name(policy)
     try:
@@ -52,7 +55,7 @@ def score_and_flag(
     if fault:
         raise PluginError(f"policy '{name}', layer {seen.layer}: {fault}")
     # One pass: NaN and inf survive the sum, and finite float32 values cannot overflow float64.
-    return score, score.sum(dtype=torch.float64).isfinite()
+    return score, score.sum((1, 2), dtype=torch.float64).isfinite()
 
 
 def not_finite(policy: Policy, layer: int) -> str:
@@ -64,11 +67,6 @@ def not_finite(policy: Policy, layer: int) -> str:
 
 def _name(policy: Policy) -> str:
     return policy.name or type(policy).__name__
-
-
-def reason(policy: Policy, error: KvbenchError) -> str:
-    """Why the rows of a policy failed: it names the policy, whatever was raised."""
-    return str(error) if isinstance(error, PluginError) else f"policy '{policy.name}': {error}"
 
 
 def _fault(score: object, seen: Observation) -> str:

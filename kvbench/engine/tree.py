@@ -1,5 +1,6 @@
 """All that may follow the context, as one tree of tokens: shared beginnings are read once, in one pass.
 
+In: ids of the question and of what may follow it. Out: nodes in reading order, and what each of them sees.
 The trunk is the question. Reference, choices and a draft of the answer branch off where they first differ.
 """
 

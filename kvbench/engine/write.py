@@ -1,5 +1,7 @@
 """Greedy writing of many rows at once, in lockstep, from where their predictions leave what was read.
 
+In: a cache and what every row predicts for the tokens behind it. Out: each row's tokens.
+
 A row whose predictions agree with tokens that were already read (the reference, or the full cache's answer
 as a draft) takes those over; it joins the lockstep at the token where it differs. That is what the row
 would have written on its own, so a draft saves time and changes nothing.
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..contract.task import Sample
-from ..model.open import LoadedModel
+from ..model.lm import LoadedModel
 from .cache import Cache
 from .forward import read
 from .tree import Tree
@@ -60,7 +62,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Known:
+class Lookahead:
     """What has been read behind the context of every row.
 
     start: position of the question. predicted: per row the likeliest token after each node of the tree, from
@@ -72,7 +74,7 @@ class Known:
     predicted: list[list[int]]
 
 
-def write(lm: LoadedModel, cache: Cache, sample: Sample, known: Known, follow: bool) -> list[Line]:
+def write(lm: LoadedModel, cache: Cache, sample: Sample, known: Lookahead, follow: bool) -> list[Line]:
     """Write the answer of every row.
 
     cache: rows that hold the context, and behind their end the tree's tokens, which will be overwritten.
@@ -81,7 +83,7 @@ def write(lm: LoadedModel, cache: Cache, sample: Sample, known: Known, follow: b
     if sample.max_new_tokens == 0:
         return [Line(row, [], [], True) for row in range(cache.rows)]
     tree = known.tree
-    lines = [_followed(lm, sample, tree, row, nodes, follow) for row, nodes in enumerate(known.predicted)]
+    lines = [_follow(lm, sample, tree, row, nodes, follow) for row, nodes in enumerate(known.predicted)]
     going = [line for line in lines if not line.ended]
     if going:
         question = tree.root + 1
@@ -89,7 +91,7 @@ def write(lm: LoadedModel, cache: Cache, sample: Sample, known: Known, follow: b
     return lines
 
 
-def _followed(
+def _follow(
     lm: LoadedModel, sample: Sample, tree: Tree, row: int, predicted: list[int], follow: bool
 ) -> Line:
     """What a row writes as long as it has been read, and the first token that has not."""

@@ -12,14 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract.cell import Cell
 from ..contract.draws import draw_key
 from ..contract.identity import fingerprint
 from ..contract.registry import POLICIES, TASKS, expand_tasks, spec_of
 from ..engine.attention import Layer
+from ..engine.bind import bind_policies
 from ..engine.cache import Cache
 from ..engine.forward import read
+from ..engine.observe import Moment
 from ..engine.passes import read_and_rank
-from ..engine.ranking import Ranker, Ranking, Target
 from ..engine.selection import evict
 from ..errors import BadInput, StoreError, WorkersLost
 from ..model.open import LoadedModel, OpenModel
@@ -80,15 +82,15 @@ class TraceConfig:
         return int(low), int(high or low)
 
     @property
-    def eviction(self) -> Target | None:
-        """The policy and budget of `under`."""
+    def eviction(self) -> Cell | None:
+        """The cell of `under`: a policy and its budget."""
         if self.under is None:
             return None
         name, _, budget = self.under.rpartition(":")
         if not name or not budget.isdigit() or int(budget) < 1:
             raise BadInput(f"--under '{self.under}': write POLICY:BUDGET as in kvp:128")
         policy = POLICIES.parse(name)
-        return Target(Ranker(policy, policy.pins), int(budget))
+        return Cell(policy, int(budget), policy.pins)
 
 
 class _Recorder:
@@ -119,7 +121,7 @@ class _Recorder:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TraceRequest:
     """One trace to record. name: its id. task: where the prompt comes from."""
 
     name: str
@@ -141,7 +143,7 @@ def collect(
     eviction, _ = config.eviction, config.lengths
     with executor or Local() as executor:
         if eviction is not None:
-            executor.check("policy", [eviction.ranker.policy.name])
+            executor.check("policy", [eviction.name])
         opened = executor.open(config.model, config.device, config.dtype)
         if eviction is not None:
             check_fits(eviction.ranker.policy, opened)
@@ -158,7 +160,7 @@ def collect(
 
 def _compute(
     config: TraceConfig,
-    missing: list[Asked],
+    missing: list[TraceRequest],
     opened: OpenModel,
     executor: Executor,
     writer: TraceWriter,
@@ -170,15 +172,15 @@ def _compute(
     with deferred_interrupt() as interrupt:
         results = zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True)
         try:
-            for asked, found in interrupt.between(results):
+            for request, found in interrupt.between(results):
                 if isinstance(found, Lost):
-                    lost.append(f"{asked.name}: {found.reason}")
+                    lost.append(f"{request.name}: {found.reason}")
                     continue
                 layers, scaling = found
-                tokens, context = layers[0][0].shape[1], len(asked.prompt.context)
-                info = TraceInfo(asked.name, tokens, context, asked.task, scaling)
+                tokens, context = layers[0][0].shape[1], len(request.prompt.context)
+                info = TraceInfo(request.name, tokens, context, request.task, scaling)
                 writer.add(info, layers)
-                advance(asked.task)
+                advance(request.task)
         except KeyboardInterrupt:
             writer.flush()
             raise
@@ -191,10 +193,10 @@ def _compute(
 
 
 def _recorded(
-    dtype: torch.dtype, eviction: Target | None, generated: bool, lm: LoadedModel, asked: Asked
+    dtype: torch.dtype, eviction: Cell | None, generated: bool, lm: LoadedModel, request: TraceRequest
 ) -> Recorded:
-    prompt = answered(lm, asked.prompt) if generated else asked.prompt
-    return record(lm, prompt, dtype, eviction, asked.name)
+    prompt = answered(lm, request.prompt) if generated else request.prompt
+    return record(lm, prompt, dtype, eviction, request.name)
 
 
 @torch.inference_mode()
@@ -215,9 +217,7 @@ def answered(lm: LoadedModel, prompt: Prompt) -> Prompt:
 
 
 @torch.inference_mode()
-def record(
-    lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Target | None, name: str
-) -> Recorded:
+def record(lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str) -> Recorded:
     """One prompt followed by its reference: (queries, keys, values) per full-attention layer, scaling."""
     recorder = _Recorder(lm.geometry.full_layers, dtype)
     context = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
@@ -226,16 +226,19 @@ def record(
     if eviction is None or not prompt.context:
         read(lm, cache, torch.cat([context, rest]), 0, observer=recorder)
         return recorder.finished(), recorder.scaling
-    ranking = Ranking(lm, [[eviction.ranker]], draw_key(name), seen=len(context))
-    read_and_rank(lm, cache, context, 0, ranking, recorder)
-    if ranking.failed:
-        raise BadInput(next(iter(ranking.failed.values())))
-    cache, _ = evict(lm, cache, [eviction], [0], ranking, len(rest))
+    bound = bind_policies(lm, [eviction.ranker.policy])
+    if bound.failures:
+        raise BadInput(next(iter(bound.failures.values())))
+    moment = Moment(len(context), len(context), draw_key(name))
+    rankings, _ = read_and_rank(bound, cache, context, [[eviction.ranker]], moment, recorder)
+    if rankings.failures:
+        raise BadInput(next(iter(rankings.failures.values())))
+    cache, _ = evict(lm, cache, [eviction], [0], rankings, len(rest))
     read(lm, cache, rest, len(context), observer=recorder)
     return recorder.finished(), recorder.scaling
 
 
-def _samples(config: TraceConfig, opened: OpenModel) -> list[Asked]:
+def _samples(config: TraceConfig, opened: OpenModel) -> list[TraceRequest]:
     """Every sample, the tasks taking turns."""
     specs = expand_tasks(config.tasks)
     check_data(config.data, [TASKS.parse(spec) for spec in specs])
@@ -245,12 +248,12 @@ def _samples(config: TraceConfig, opened: OpenModel) -> list[Asked]:
     if there < config.samples:
         raise BadInput(f"--samples {config.samples}: {', '.join(config.tasks)} have only {there} samples")
     turns = [column[i] for i in range(max(map(len, columns))) for column in columns if i < len(column)]
-    if len({asked.name for asked in turns}) < len(turns):
+    if len({request.name for request in turns}) < len(turns):
         raise BadInput(f"{', '.join(config.tasks)} give the same sample twice: name each task once")
     return turns[: config.samples]
 
 
-def _column(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[Asked]:
+def _column(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[TraceRequest]:
     """`count` samples of one task. With a range of lengths, up to 8 evenly spaced ones take turns."""
     if config.lengths is None:
         return _prompts(config, opened, spec, count)
@@ -267,7 +270,7 @@ def _with_length(spec: str, length: int) -> str:
     return f"{spec}{',' if ':' in spec else ':'}length={length}"
 
 
-def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[Asked]:
+def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[TraceRequest]:
     task = TASKS.parse(spec)
     run = RunConfig(
         ("-",), (spec,), (1,), config.model, limit=count, seed=config.seed, data=config.data,
@@ -279,7 +282,7 @@ def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> l
         if isinstance(prompt, str):
             raise BadInput(f"sample '{sample.id}' of {spec}: {prompt}; use shorter samples")
         ids = fingerprint([prompt.context, prompt.question, prompt.reference.ids])[:8]  # other data, other id
-        found.append(Asked(f"{spec_of(task)}|{sample.id}|{ids}", task.name, prompt))
+        found.append(TraceRequest(f"{spec_of(task)}|{sample.id}|{ids}", task.name, prompt))
     return found
 
 
@@ -308,12 +311,12 @@ def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
     }
 
 
-def _check_disk(config: TraceConfig, opened: OpenModel, missing: list[Asked]) -> str:
+def _check_disk(config: TraceConfig, opened: OpenModel, missing: list[TraceRequest]) -> str:
     """What will be written, in words. Raises StoreError for what the disk cannot hold."""
     geometry = opened.geometry
     itemsize = STORED[config.store].itemsize
     heads = geometry.query_heads + 2 * geometry.kv_heads
-    tokens = sum(_length(asked.prompt) for asked in missing)
+    tokens = sum(_length(request.prompt) for request in missing)
     size = len(geometry.full_layers) * heads * geometry.head_dim * itemsize * tokens
     free = shutil.disk_usage(_existing(Path(config.out))).free
     told = f"{len(missing)} traces, {tokens} tokens, {size / 2**30:.2f} GiB; {free / 2**30:.1f} GiB free"

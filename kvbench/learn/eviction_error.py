@@ -122,7 +122,7 @@ def _row(
 ) -> dict[str, Any]:  # fmt: skip
     """One row in the schema of a run."""
     traces = ranker.traces
-    cell = Cell(policy.name, tuple(asdict(policy).items()), budget, ranker.pins_of(policy), "prefill", None)
+    cell = Cell(policy, budget, ranker.pins_of(policy))
     settings = {
         **cell.as_dict(),
         "weights": policy.identity,
@@ -140,7 +140,7 @@ def _row(
         "key": fingerprint([identity, sample]),
         "config": identity,
         **settings,
-        "spec": spec_of(policy),
+        "spec": cell.spec,
         "task_spec": f"{TASK}:split={config.split}",
         "pins_mode": config.pins,
         "sample": sample,

@@ -14,17 +14,19 @@ import torch
 from torch import Tensor
 
 from ..contract.draws import draw_key
+from ..contract.model_description import ModelDescription
 from ..contract.need import Need
-from ..contract.observation import Observation, Probed
+from ..contract.observation import Observation, ProbeLayer
 from ..contract.pins import Pins, parse_pins
 from ..contract.policy import Policy, TrainedFor
 from ..contract.registry import POLICIES, expand_policies, spec_of
 from ..engine.attention import Layer
+from ..engine.bind import bind_policy, check_room, validated_probe
 from ..engine.cache import Cache
 from ..engine.order import rank
-from ..engine.probe import read_embedded, validated_probe
+from ..engine.probe import read_probe
 from ..engine.score import validated_score
-from ..errors import BadInput
+from ..errors import BadInput, PluginError
 from ..model.open import LoadedModel, open_model
 from ..study.plan import check_trained
 from .trace import Trace, TraceSet, utilities
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class SplitRanking:
     """One trace at one split point n: the tokens before n, and the future from n on.
 
     orders: {spec: slots (layer, kv_head, n) int64, the one to keep longest first}. utility: the future
@@ -49,7 +51,8 @@ class Ranked:
 
 @dataclass(frozen=True)
 class RecordedRanker:
-    """Ranks traces with policies. pins: none, native, or FIRST,LAST. lm: reads extra tokens, if any do."""
+    """Ranks traces with policies, bound to them. pins: none, native, or FIRST,LAST. lm: reads extra tokens,
+    if any do."""
 
     traces: TraceSet
     policies: list[Policy]
@@ -64,7 +67,9 @@ class RecordedRanker:
         """Raises: KvbenchError for unknown names, bad pins, and policies that do not fit the traces."""
         parse_pins(pins)
         policies = policies_for(traces, specs)
-        return cls(traces, policies, pins, seed, _reader(traces, policies))
+        lm = _reader(traces, policies)
+        bound = [bind_policy(_describe(traces), policy) for policy in policies]
+        return cls(traces, bound, pins, seed, lm)
 
     @property
     def specs(self) -> list[str]:
@@ -75,7 +80,7 @@ class RecordedRanker:
         return policy.pins if asked is None else asked
 
     @torch.inference_mode()
-    def rank(self, trace: Trace, splits: list[int]) -> list[Ranked]:
+    def rank(self, trace: Trace, splits: list[int]) -> list[SplitRanking]:
         """Every policy's ranking of all layers, at every split. splits: ascending, each in 1..token-1."""
         probes = self._probes(trace, splits)
         orders: dict[tuple[int, str], list[Tensor]] = {}
@@ -93,19 +98,21 @@ class RecordedRanker:
                     order = rank(validated_score(policy, shown), seen.positions, self.pins_of(policy), n)[0]
                     orders.setdefault((i, spec_of(policy)), []).append(order)
         return [
-            Ranked(n, {spec: torch.stack(orders[i, spec]) for spec in self.specs}, torch.stack(utility[i]))
+            SplitRanking(
+                n, {spec: torch.stack(orders[i, spec]) for spec in self.specs}, torch.stack(utility[i])
+            )
             for i, n in enumerate(splits)
         ]
 
-    def _probes(self, trace: Trace, splits: list[int]) -> dict[tuple[int, str], list[Probed]]:
+    def _probes(self, trace: Trace, splits: list[int]) -> dict[tuple[int, str], list[ProbeLayer]]:
         """Extra tokens of every layer by (split, policy); policies with equal ones share a pass."""
-        found: dict[tuple[int, str], list[Probed]] = {}
+        found: dict[tuple[int, str], list[ProbeLayer]] = {}
         for i, n in enumerate(splits):
-            read: list[tuple[Tensor, list[Probed]]] = []
+            read: list[tuple[Tensor, list[ProbeLayer]]] = []
             for policy in self.policies:
-                tokens = policy.probe
-                if self.lm is None or tokens is None or Need.PROBE not in policy.needs:
+                if self.lm is None or Need.PROBE not in policy.needs:
                     continue
+                tokens = validated_probe(bind_policy(self.lm, policy), self.lm)
                 same = next((one for known, one in read if torch.equal(known, tokens)), None)
                 if same is None:
                     read.append((tokens, same := probe_trace(self.lm, trace, n, policy)))
@@ -128,11 +135,28 @@ class RecordedRanker:
             new=n,
             seen=n,
             scaling=trace.info.scaling,
-            module=None,
-            key=draw_key(self.seed, trace.info.id),
+            _draw=draw_key(self.seed, trace.info.id),
             _queries=q[None],
             _future=lambda: future[None],
         )
+
+
+def _describe(traces: TraceSet) -> ModelDescription:
+    """The model of recorded layers: float32 on the CPU, all of them evicted."""
+    layers = tuple(range(traces.layers))
+    cpu = torch.device("cpu")
+    return ModelDescription(
+        name=traces.header["model"],
+        layers=traces.layers,
+        evicted_layers=layers,
+        query_heads=traces.header["query_heads"],
+        kv_heads=traces.kv_heads,
+        head_dim=traces.dim,
+        width=None,
+        devices=(cpu,) * traces.layers,
+        device=cpu,
+        dtype=torch.float32,
+    )
 
 
 def policies_for(traces: TraceSet, specs: Iterable[str]) -> list[Policy]:
@@ -169,7 +193,7 @@ def _reader(traces: TraceSet, policies: list[Policy]) -> LoadedModel | None:
     return opened.load()
 
 
-def probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[Probed]:
+def probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[ProbeLayer]:
     """A policy's extra tokens in every layer, read after the first n tokens of a trace.
 
     The recorded keys and values are the cache, so no token of the trace is read again. Raises BadInput
@@ -180,17 +204,19 @@ def probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[P
             f"{policy.name} reads extra tokens, which need every layer, and traces of {lm.name} lack the "
             "layers with a sliding window: measure it with kvbench run"
         )
-    tokens = validated_probe(policy, lm, n)
+    tokens = validated_probe(bind_policy(lm, policy), lm)
+    if why := check_room(policy, lm, n, len(tokens)):
+        raise PluginError(why)
     cache = Cache.empty(lm.geometry.layers, n + tokens.shape[0])
     for layer in range(lm.geometry.layers):
         _, keys, values = trace.layer(layer)
         keys, values = (part[None, :, :n].to(lm.device, lm.dtype) for part in (keys, values))
         cache.buckets[0].append(layer, keys, values, torch.arange(n))
-    found: list[Probed] = []
+    found: list[ProbeLayer] = []
 
     def observer(layer: Layer) -> None:
         keys = layer.bucket.view(layer.index)[0][:, :, n:]
-        found.append(Probed(layer.queries.float().cpu(), keys.float().cpu()))
+        found.append(ProbeLayer(layer.queries.float().cpu(), keys.float().cpu()))
 
-    read_embedded(lm, cache, tokens, n, observer)
+    read_probe(lm, cache, tokens, n, observer)
     return found

@@ -24,7 +24,7 @@ class Geometry:
 
 
 def read_geometry(config: Any) -> Geometry:
-    """The cache's shape from a configuration; a window the input never fills is dropped from it.
+    """The cache's shape from a configuration; a window that no input fills counts as full attention.
 
     Raises UnsupportedModel for anything the engine would get wrong.
     """
@@ -33,15 +33,7 @@ def read_geometry(config: Any) -> Geometry:
     if reason:
         raise UnsupportedModel(f"model type '{config.model_type}' is not supported: {reason}")
     layers, heads = text.num_hidden_layers, text.num_attention_heads
-    length = text.max_position_embeddings
-    types = getattr(text, "layer_types", None)
-    window = getattr(text, "sliding_window", None)
-    if window is not None and window >= length:
-        text.sliding_window = window = None
-        if types:
-            text.layer_types = types = ["full_attention"] * layers
-    if types is None:
-        types = ["full_attention" if window is None else "sliding_attention"] * layers
+    types, window = _layer_types(text)
     other = sorted(set(types) - {"full_attention", "sliding_attention"})
     if other:
         raise UnsupportedModel(
@@ -60,8 +52,34 @@ def read_geometry(config: Any) -> Geometry:
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         full_layers=full,
-        max_length=length,
+        max_length=text.max_position_embeddings,
     )
+
+
+def drop_idle_window(config: Any) -> None:
+    """Make a configuration say what `read_geometry` found: a window that no input fills is removed.
+
+    For a configuration that a model will be built from; it is changed in place.
+    """
+    text = config.get_text_config(decoder=True)
+    types, window = _layer_types(text)
+    if window is None and getattr(text, "sliding_window", None) is not None:
+        text.sliding_window = None
+        if getattr(text, "layer_types", None):
+            text.layer_types = types
+
+
+def _layer_types(text: Any) -> tuple[list[str], int | None]:
+    """The type of every layer, and the window that some of them have; None for one that is never filled."""
+    layers = text.num_hidden_layers
+    types = getattr(text, "layer_types", None)
+    window = getattr(text, "sliding_window", None)
+    if window is not None and window >= text.max_position_embeddings:
+        window = None
+        types = types and ["full_attention" if kind == "sliding_attention" else kind for kind in types]
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"] * layers
+    return list(types), window
 
 
 def _unsupported(config: Any, text: Any) -> str | None:

@@ -17,7 +17,8 @@ from ..contract.hub import hub_reachable
 from ..errors import BadInput, UnknownName, UnsupportedModel
 from ..model import gguf
 from .files import check_complete, check_folder, check_tokenizer, check_weights, fingerprint_folder, readable
-from .geometry import Geometry, read_geometry
+from .geometry import Geometry, drop_idle_window, read_geometry
+from .lm import LoadedModel as LoadedModel  # others import it from here
 
 ALIASES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, 30 layers, 9 query / 3 KV heads, 8192 tokens "
@@ -38,25 +39,6 @@ FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
 
 SPREAD = "cuda:all"  # the device of a model that is split over several
-
-
-@dataclass(frozen=True, eq=False)
-class LoadedModel:
-    """A model ready to run, with its provenance.
-
-    revision: commit of the hub or version of the package, None for a folder. sha256: see
-    `fingerprint_folder`. eos_ids: tokens that end an answer.
-    """
-
-    model: Any
-    tokenizer: Any
-    name: str
-    revision: str | None
-    sha256: str
-    device: Any
-    dtype: Any
-    geometry: Geometry
-    eos_ids: frozenset[int]
 
 
 def check_model(name: str) -> None:
@@ -171,6 +153,7 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
     with gguf.quiet_transformers(), readable(folder):
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         geometry = read_geometry(config)
+        drop_idle_window(config)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UnsupportedModel(

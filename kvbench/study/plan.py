@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ..contract.cell import FULL, Cell
+from ..contract.cell import Cell, Schedule
 from ..contract.pins import Pins, parse_pins
 from ..contract.policy import Policy, TrainedFor
 from ..contract.registry import spec_of
@@ -14,7 +14,6 @@ from ..errors import BadInput
 from .config import PROTOCOLS, RunConfig
 
 if TYPE_CHECKING:
-    from ..engine.ranking import Ranker
     from ..model.open import OpenModel
 
 
@@ -22,16 +21,14 @@ if TYPE_CHECKING:
 class TaskPlan:
     """One task with the cells to evaluate.
 
-    question, pins: as resolved from the options, the protocol and the task. cells: each cell with its
-    policy under its pins. specs: each cell's policy as written. full: the cell without eviction, which
-    is always evaluated.
+    question, pins: as resolved from the options, the protocol and the task. cells: those with a policy. full:
+    the cell without eviction, which is always evaluated.
     """
 
     task: Task
     question: str
     pins: str
-    cells: dict[Cell, Ranker]
-    specs: dict[Cell, str]
+    cells: tuple[Cell, ...]
     full: Cell
 
     @property
@@ -46,27 +43,23 @@ def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan
 
     Raises BadInput for a chunked schedule without a chunk size.
     """
-    from ..engine.ranking import Ranker
-
     protocol = PROTOCOLS[config.protocol]
     own_schedule, own_chunk = task.loop()
-    schedule = config.schedule or ("chunked" if config.chunk else own_schedule)
-    chunk = (config.chunk or own_chunk) if schedule == "chunked" else None
-    if schedule == "chunked" and chunk is None:
+    kind = config.schedule or ("chunked" if config.chunk else own_schedule)
+    chunk = (config.chunk or own_chunk) if kind == "chunked" else None
+    if kind == "chunked" and chunk is None:
         raise BadInput(f"--schedule chunked: task '{task.name}' has no chunk size of its own, add --chunk N")
+    schedule = Schedule(kind, chunk)
     question = config.question or protocol.question or task.question
     mode = config.pins or protocol.pins or task.pins
-    asked = parse_pins(mode)
-    cells, specs = {}, {}
-    for policy in policies:
-        pins = policy.pins if asked is None else asked
-        params = tuple(asdict(policy).items())
-        for budget in config.budgets:
-            cell = Cell(policy.name, params, budget, pins, schedule, chunk)
-            cells[cell] = Ranker(policy, pins)
-            specs[cell] = spec_of(policy)
-    full = Cell(FULL, (), None, Pins(), schedule, chunk)
-    return TaskPlan(task, question, mode, cells, specs, full)
+    given = parse_pins(mode)
+    cells = (
+        Cell(policy, budget, policy.pins if given is None else given, schedule)
+        for policy in policies
+        for budget in config.budgets
+    )
+    full = Cell(None, None, Pins(), schedule)
+    return TaskPlan(task, question, mode, tuple(dict.fromkeys(cells)), full)
 
 
 def check_data(data: str | None, tasks: list[Task]) -> None:

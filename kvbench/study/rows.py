@@ -6,14 +6,14 @@ import math
 from collections.abc import Set
 from typing import TYPE_CHECKING, Any
 
-from ..contract.cell import FULL, Cell
+from ..contract.cell import Cell
 from ..contract.identity import IN_MANIFEST, fingerprint
 from ..contract.registry import spec_of
 from ..contract.task import Sample, guarded
 from ..errors import PluginError
 
 if TYPE_CHECKING:
-    from ..engine.evaluate import Measurement
+    from ..engine.measure import Measurement
     from ..model.open import LoadedModel
     from ..model.prompt import Prompt
     from .samples import Work
@@ -28,25 +28,24 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
     """Evaluate the cells behind the wanted keys; a skipped sample gives its reason in each of its rows."""
     from ..contract.draws import draw_key
-    from ..engine.evaluate import Failure, evaluate
+    from ..engine.evaluate import evaluate
+    from ..engine.measure import Failure
 
     missing = _cells(work, sample, wanted)
     if isinstance(prompt, str):
         return [_known(work, cell, sample) | {"status": "skipped", "reason": prompt} for cell in missing]
-    evicted = {cell: work.plan.cells[cell] for cell in missing if cell in work.plan.cells}
     key = draw_key(work.config.seed, spec_of(work.plan.task), sample.id)
-    evaluated = evaluate(lm, sample, prompt, evicted, key, work.config.draft)
-    found = {work.plan.full: evaluated.full, **evaluated.cells}
+    found = evaluate(lm, sample, prompt, missing, key, work.config.draft)
     rows = []
     for cell in missing:
         row = _known(work, cell, sample)
         row |= {"context_tokens": len(prompt.context), "question_tokens": len(prompt.question)}
-        measured = found[cell]
+        measured = found.cells[cell]
         if isinstance(measured, Failure):
             rows.append(row | {"status": "failed", "reason": measured.reason})
             continue
         try:
-            rows.append(row | _measured(work, cell, sample, measured, evaluated.full))
+            rows.append(row | _measured(work, cell, sample, measured, found.full))
         except PluginError as error:
             rows.append(row | {"status": "failed", "reason": str(error)})
     return rows
@@ -74,7 +73,7 @@ def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
         "config": config,
         "family": work.family(cell),
         **settings,
-        "spec": work.plan.specs.get(cell, FULL),
+        "spec": cell.spec,
         "task_spec": spec_of(work.plan.task),
         "data": work.source,
         "pins_mode": "none" if cell.budget is None else work.plan.pins,

@@ -103,10 +103,9 @@ class Work:
     def configuration(self, cell: Cell) -> dict[str, Any]:
         """Everything that changes a cell's numbers, except the sample."""
         task = self.plan.task
-        ranker = self.plan.cells.get(cell)
         return {
             **cell.as_dict(),
-            "weights": ranker.policy.identity if ranker else "",
+            "weights": cell.policy.identity if cell.policy else "",
             "task": task.name,
             "task_params": parameters_of(task),
             "data_sha256": self.sha256,

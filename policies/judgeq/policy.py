@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvbench.contract.model_description import ModelDescription
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
@@ -62,6 +63,8 @@ class JudgeQ(Policy):
     kernel: int = param(7, "ours: as snapkv; unused without pooling")
     window: int = param(0, "ours: no window is kept; not known from the paper")
 
+    _placed: ClassVar[Tensor | None] = None  # the soft tokens, once bound
+
     def __post_init__(self) -> None:
         if self.kernel < 1 or self.kernel % 2 == 0 or self.window < 0:
             raise BadInput(
@@ -74,7 +77,11 @@ class JudgeQ(Policy):
 
     @property
     def probe(self) -> Tensor:
-        return self.tokens.embeddings
+        return self.tokens.embeddings if self._placed is None else self._placed
+
+    def bind(self, model: ModelDescription) -> JudgeQ:
+        """With the soft tokens where the model's input embeddings lie, and in its dtype."""
+        return self.holding(_placed=self.tokens.embeddings.to(model.device, model.dtype))
 
     @property
     def pins(self) -> Pins:

@@ -6,16 +6,18 @@ import hashlib
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
+from kvbench.contract.model_description import ModelDescription
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy, TrainedFor, param
 from kvbench.contract.registry import register
 from kvbench.contract.weights import file_state, find_weights
+from kvbench.errors import BadInput
 
 from .checkpoint import read_weights
 from .scorer import ScorerShape, ScorerWeights, fast_scores, position_features
@@ -44,6 +46,9 @@ class KVP(Policy):
 
     weights: str = param("ruler", "trained on RULER-style traces, as the paper's KVP-R")
 
+    _agents: ClassVar[tuple[ScorerWeights, ...]] = ()  # of each evicted layer, once bound
+    _shape: ClassVar[ScorerShape | None] = None
+
     @property
     def pins(self) -> Pins:
         return Pins(first=4, last=16)
@@ -61,10 +66,23 @@ class KVP(Policy):
     def card(self) -> dict[str, Any]:
         return load(self.weights)[2]
 
-    def score(self, seen: Observation) -> Tensor:
+    def bind(self, model: ModelDescription) -> KVP:
+        """With every layer's agents on the device of that layer. Raises BadInput for another geometry."""
         agents, shape, _ = load(self.weights)
-        layer = agents[seen.full_index].to(seen.keys.device)
-        return fast_scores(layer, seen.keys, seen.values, position_features(seen.positions, shape.position))
+        given = (len(model.devices), model.kv_heads, model.head_dim)
+        fitting = (shape.layers, shape.kv_heads, shape.dim)
+        if given != fitting:
+            raise BadInput(
+                f"its weights are for (layers, KV heads, head size) {fitting}, {model.name} has {given}"
+            )
+        placed = tuple(one.to(device) for one, device in zip(agents, model.devices, strict=True))
+        return self.holding(_agents=placed, _shape=shape)
+
+    def score(self, seen: Observation) -> Tensor:
+        if self._shape is None:
+            raise BadInput("kvp scores for one model: call bind(model) first, as the engine does")
+        features = position_features(seen.positions, self._shape.position)
+        return fast_scores(self._agents[seen.full_index], seen.keys, seen.values, features)
 
 
 def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, dict[str, Any]]:

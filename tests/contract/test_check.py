@@ -185,7 +185,7 @@ def _parts(seen: Observation) -> dict[str, torch.Tensor]:
         "hidden": seen._hidden,
         "future": seen._future(),
         "probe": torch.cat([seen._probe.queries, seen._probe.keys], 1),
-        "key": torch.tensor(seen.key),
+        "draw": torch.tensor(seen._draw),
         "positions": seen.positions,
     }
 

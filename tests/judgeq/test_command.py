@@ -11,11 +11,13 @@ import torch
 from typer.testing import CliRunner
 
 from kvbench.cli import main as cli
+from kvbench.contract.cell import Ranker
 from kvbench.contract.observation import Observation
+from kvbench.engine.bind import bind_policies
 from kvbench.engine.cache import Cache
 from kvbench.engine.forward import read
+from kvbench.engine.observe import Moment
 from kvbench.engine.passes import read_and_rank
-from kvbench.engine.ranking import Ranker, Ranking
 from kvbench.learn.collect import TraceConfig, _samples, answered
 from kvbench.learn.ranked import probe_trace
 from kvbench.learn.trace import TraceSet
@@ -104,8 +106,9 @@ def test_a_recorded_cache_is_as_good_as_a_prefill(traces: TraceSet, lm: LoadedMo
             shown.append(seen)
             return super().score(seen)
 
-    ranking = Ranking(lm, [[Ranker(Spy(weights=str(weights)), policy.pins)]], 0, n)
-    read_and_rank(lm, Cache.empty(lm.geometry.layers, n), torch.tensor(ids[:n]), 0, ranking)
+    ranker, cache = Ranker(Spy(weights=str(weights)), policy.pins), Cache.empty(lm.geometry.layers, n)
+    bound = bind_policies(lm, [ranker.policy])
+    read_and_rank(bound, cache, torch.tensor(ids[:n]), [[ranker]], Moment(n, n, 0))
     assert len(shown) == lm.geometry.layers
     for seen, probed in zip(shown, probe_trace(lm, traces[0], n, policy), strict=True):
         assert seen._probe is not None

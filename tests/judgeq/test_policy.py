@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from kvbench.contract.observation import Observation, Probed
+from kvbench.contract.cell import Ranker
+from kvbench.contract.observation import Observation, ProbeLayer
 from kvbench.contract.pins import Pins
 from kvbench.contract.registry import POLICIES
+from kvbench.engine.bind import bind_policies
 from kvbench.engine.cache import Cache
+from kvbench.engine.observe import Moment
 from kvbench.engine.passes import read_and_rank
-from kvbench.engine.ranking import Ranker, Ranking
 from kvbench.errors import BadInput
 from kvbench.policies.judgeq.policy import JudgeQ
 from kvbench.policies.tova import TOVA
@@ -30,7 +32,7 @@ GROUP = QUERY_HEADS // KV_HEADS
 
 def seen_with_probe(slots: int, count: int) -> Observation:
     draw = torch.Generator().manual_seed(3)
-    probed = Probed(
+    probed = ProbeLayer(
         torch.randn(1, QUERY_HEADS, count, DIM, generator=draw),
         torch.randn(1, KV_HEADS, count, DIM, generator=draw),
     )
@@ -88,10 +90,11 @@ def scores(arch: str, policy: Any, ids: tuple[int, ...]) -> list[torch.Tensor]:
             return found[-1]
 
     lm = loaded(arch)
-    spy = Spy(**dataclasses.asdict(policy))
-    ranking = Ranking(lm, [[Ranker(spy, Pins())]], 0, len(ids))
-    read_and_rank(lm, Cache.empty(LAYERS, len(ids) + 1), torch.tensor(ids), 0, ranking)
-    assert not ranking.failed
+    ranker = Ranker(Spy(**dataclasses.asdict(policy)), Pins())
+    cache, moment = Cache.empty(LAYERS, len(ids) + 1), Moment(len(ids), len(ids), 0)
+    bound = bind_policies(lm, [ranker.policy])
+    rankings, _ = read_and_rank(bound, cache, torch.tensor(ids), [[ranker]], moment)
+    assert not rankings.failures
     return found
 
 

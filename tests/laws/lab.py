@@ -17,15 +17,14 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-import kvbench.engine.evaluate as engine
-from kvbench.contract.cell import Cell
+from kvbench.contract.cell import PREFILL, Cell, Ranker, Schedule
 from kvbench.contract.pins import Pins
 from kvbench.contract.registry import POLICIES
 from kvbench.contract.task import Sample
 from kvbench.engine import compress as loop
 from kvbench.engine.cache import Cache
-from kvbench.engine.evaluate import Evaluated, Failure, Measurement, evaluate
-from kvbench.engine.ranking import Ranker, Target
+from kvbench.engine.evaluate import evaluate
+from kvbench.engine.measure import Failure, Measurement, SampleResult
 from kvbench.model.open import LoadedModel
 from kvbench.model.prompt import Continuation, Prompt
 from tests.tiny import KV_HEADS, LAYERS, tiny_loaded, tiny_model
@@ -88,16 +87,20 @@ def ranker_of(spec: str, pins: Pins | None = None) -> Ranker:
     return Ranker(policy, policy.pins if pins is None else pins)
 
 
+def schedule_of(kind: str, chunk: int = CHUNK) -> Schedule:
+    return Schedule("chunked", chunk) if kind == "chunked" else PREFILL
+
+
+def cell_of(ranker: Ranker, budget: int, schedule: str = "prefill", chunk: int = CHUNK) -> Cell:
+    return Cell(ranker.policy, budget, ranker.pins, schedule_of(schedule, chunk))
+
+
 def cells_of(
     specs: Sequence[str], budgets: Sequence[int], schedule: str = "prefill", chunk: int = CHUNK
-) -> dict[Cell, Ranker]:
-    cells = {}
-    for spec in specs:
-        ranker = ranker_of(spec)
-        for budget in budgets:
-            size = chunk if schedule == "chunked" else None
-            cells[Cell(spec, (), budget, ranker.pins, schedule, size)] = ranker
-    return cells
+) -> list[Cell]:
+    """Every policy under its own pins at every budget. A cell's spec is as it is written here."""
+    rankers = [ranker_of(spec) for spec in specs]
+    return [cell_of(ranker, budget, schedule, chunk) for ranker in rankers for budget in budgets]
 
 
 def measured(result: Measurement | Failure) -> Measurement:
@@ -151,19 +154,19 @@ def held(cache: Cache, row: int) -> Positions:
 
 
 @contextmanager
-def evictions() -> Iterator[tuple[list[dict[Target, Positions]], list[dict[Target, int]]]]:
-    """What every target holds after each eviction, and in which row."""
-    rounds: list[dict[Target, Positions]] = []
-    places: list[dict[Target, int]] = []
+def evictions() -> Iterator[tuple[list[dict[Cell, Positions]], list[dict[Cell, int]]]]:
+    """What every cell holds after each eviction, and in which row."""
+    rounds: list[dict[Cell, Positions]] = []
+    places: list[dict[Cell, int]] = []
     original = loop.evict
 
-    def spy(lm: Any, cache: Any, targets: Any, row_of: Any, ranking: Any, room: Any) -> Any:
-        compacted, rows = original(lm, cache, targets, row_of, ranking, room)
-        places.append(dict(zip(targets, rows, strict=True)))
-        rounds.append({target: held(compacted, row) for target, row in places[-1].items()})
+    def spy(lm: Any, cache: Any, cells: Any, before: Any, rankings: Any, room: Any) -> Any:
+        compacted, rows = original(lm, cache, cells, before, rankings, room)
+        places.append(dict(zip(cells, rows, strict=True)))
+        rounds.append({cell: held(compacted, row) for cell, row in places[-1].items()})
         return compacted, rows
 
-    with patch.object(loop, "evict", spy), patch.object(engine, "evict", spy):
+    with patch.object(loop, "evict", spy):
         yield rounds, places
 
 
@@ -174,20 +177,16 @@ class Trial:
     lm: LoadedModel
     prompt: Prompt
     sample: Sample
-    cells: dict[Cell, Ranker]
-    done: Evaluated
-    rounds: list[dict[Target, Positions]]
-    places: list[dict[Target, int]]
+    cells: list[Cell]
+    done: SampleResult
+    rounds: list[dict[Cell, Positions]]
+    places: list[dict[Cell, int]]
     forwards: list[Forward]
     ends: list[int]
 
-    def target(self, cell: Cell) -> Target:
-        return Target(self.cells[cell], cell.budget or 0)
-
     def history(self, cell: Cell) -> list[Positions]:
         """What the cell held after each eviction."""
-        target = self.target(cell)
-        return [held_now[target] for held_now in self.rounds if target in held_now]
+        return [held_now[cell] for held_now in self.rounds if cell in held_now]
 
     def runs(self) -> list[tuple[Forward, list[int]]]:
         """Every forward with each of its runs."""
@@ -198,22 +197,22 @@ class Trial:
 
     def row(self, cell: Cell) -> int:
         """The cell's row when it answered."""
-        return self.places[-1][self.target(cell)]
+        return self.places[-1][cell]
 
     def __getitem__(self, cell: Cell) -> Measurement:
         return measured(self.done.cells[cell])
 
 
 def try_out(
-    lm: LoadedModel, prompt: Prompt, cells: dict[Cell, Ranker], sample: Sample | None = None,
+    lm: LoadedModel, prompt: Prompt, cells: Sequence[Cell], sample: Sample | None = None,
     draft: bool = True,
 ) -> Trial:  # fmt: skip
     sample = sample_of(prompt) if sample is None else sample
     with evictions() as (rounds, places), watched(lm.model) as forwards:
         done = evaluate(lm, sample, prompt, cells, KEY, draft)
-    n, chunk = len(prompt.context), next(iter(cells)).chunk
+    n, chunk = len(prompt.context), cells[0].schedule.chunk
     ends = [n] if chunk is None else [min(stop, n) for stop in range(chunk, n + chunk, chunk)]
-    return Trial(lm, prompt, sample, cells, done, rounds, places, forwards, ends)
+    return Trial(lm, prompt, sample, list(cells), done, rounds, places, forwards, ends)
 
 
 @functools.cache

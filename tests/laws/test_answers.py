@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.engine.answer import Asked, answer_rows
-from kvbench.engine.cache import Cache, Kept
+from kvbench.engine.answer import AnswerRequest, answer_rows
+from kvbench.engine.cache import Cache, KeptSet
 from kvbench.engine.forward import read
 from kvbench.model.prompt import Continuation, Prompt
 from tests.laws.lab import (
@@ -182,7 +182,7 @@ def compacted(arch: str) -> tuple[Cache, Tensor]:
     for size, seed in ((0, 0), (1, 1), (10, 2), (10, 3), (N, 4)):
         draw = torch.Generator().manual_seed(seed)
         slots = [torch.randperm(N, generator=draw)[:size].sort().values for _ in range(KV_HEADS)]
-        kept.append(Kept(0, [torch.stack(slots) if i in full else everything for i in range(LAYERS)]))
+        kept.append(KeptSet(0, [torch.stack(slots) if i in full else everything for i in range(LAYERS)]))
     return cache.compact(kept, 3)[0], ids
 
 
@@ -215,7 +215,7 @@ def test_every_row_finds_its_place() -> None:
         for seed, (size, item) in enumerate(zip(sizes, sources, strict=True)):
             source = content(cache, rows[item])
             slots = chosen(source, size, seed)
-            kept.append(Kept(rows[item], slots))
+            kept.append(KeptSet(rows[item], slots))
             expected.append(
                 [
                     tuple(torch.stack([part[h, s] for h, s in enumerate(some)]) for part in parts)
@@ -238,7 +238,7 @@ def test_questions_do_not_contaminate_each_other(arch: str) -> None:
     state = [held(cache, row) for row in range(cache.rows)]
     a = prompt_of(question=6, reference=3, seed=0, choices=True)
     b = Prompt(a.context, words(9, 77), (), Continuation(words(20, 78), 20))
-    asked = {name: Asked(lm, prompt, sample_of(prompt)) for name, prompt in (("a", a), ("b", b))}
+    asked = {name: AnswerRequest(lm, prompt, sample_of(prompt)) for name, prompt in (("a", a), ("b", b))}
     first = {name: answer_rows(asked[name], cache) for name in "ab"}
     again = {name: answer_rows(asked[name], cache) for name in "ba"}
     fresh, _ = compacted(arch)

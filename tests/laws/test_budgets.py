@@ -12,19 +12,20 @@ from kvbench.contract.cell import Cell
 from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy
-from kvbench.engine.compress import compress_in_chunks
-from kvbench.engine.ranking import Ranker, Target
+from kvbench.engine.bind import bind_policies
+from kvbench.engine.compress import ChunkReader, compress
 from tests.laws.lab import (
-    CHUNK,
     SCHEDULES,
     SPECS,
     N,
     Positions,
+    cell_of,
     cells_of,
     evictions,
     loaded,
     prompt_of,
     ranker_of,
+    schedule_of,
     trial,
     try_out,
     words,
@@ -34,13 +35,14 @@ from tests.tiny import ARCHS, HEAD_DIM, KV_HEADS, LAYERS
 FLOAT = 4  # bytes
 
 
-def in_chunks(n: int, chunk: int, targets: list[Target]) -> list[dict[Target, Positions]]:
-    """What the targets hold after each chunk of a random context."""
+def in_chunks(n: int, chunk: int, cells: list[Cell]) -> list[dict[Cell, Positions]]:
+    """What the cells hold after each chunk of a random context."""
     lm = loaded("llama")
     draw = torch.Generator().manual_seed(n)
     future = {layer: torch.rand(1, KV_HEADS, n, generator=draw) for layer in range(LAYERS)}
     with torch.inference_mode(), evictions() as (rounds, _):
-        compress_in_chunks(lm, torch.tensor(words(n, n)), chunk, targets, 0, future, 0)
+        bound = bind_policies(lm, (cell.ranker.policy for cell in cells))
+        compress(bound, cells, ChunkReader(bound, torch.tensor(words(n, n)), chunk, 0, future), 0)
     return rounds
 
 
@@ -58,7 +60,7 @@ def assert_kept(positions: Tensor, budget: int, seen: int) -> None:
 def test_kept_is_the_budget(arch: str, schedule: str, spec: str) -> None:
     done = trial(arch, schedule)
     full = done.lm.geometry.full_layers
-    for cell in (cell for cell in done.cells if cell.policy == spec):
+    for cell in (cell for cell in done.cells if cell.spec == spec):
         assert cell.budget is not None
         for kept, seen in zip(done.history(cell), done.ends, strict=True):
             for layer, positions in enumerate(kept):
@@ -108,17 +110,14 @@ def best(worth: list[float], alive: list[int], budget: int, pins: Pins, seen: in
 @pytest.mark.parametrize("arch", ARCHS)
 def test_what_stays_is_the_head_of_the_ranking(arch: str, schedule: str) -> None:
     """Each cell keeps what its own policy ranks first, in each layer and KV head on its own."""
-    cells = {}
-    for seed, budget, pins in ((0, 33, Pins()), (1, 8, Pins(2, 4)), (2, 33, Pins(4, 16)), (3, 8, Pins())):
-        chunk = CHUNK if schedule == "chunked" else None
-        cell = Cell("listed", (("seed", seed),), budget, pins, schedule, chunk)
-        cells[cell] = Ranker(Listed(seed), pins)
+    given = ((0, 33, Pins()), (1, 8, Pins(2, 4)), (2, 33, Pins(4, 16)), (3, 8, Pins()))
+    cells = [Cell(Listed(seed), budget, pins, schedule_of(schedule)) for seed, budget, pins in given]
     done = try_out(loaded(arch), prompt_of(), cells)
-    for cell, ranker in cells.items():
-        assert isinstance(ranker.policy, Listed)
+    for cell in cells:
+        assert isinstance(cell.policy, Listed)
         for layer in done.lm.geometry.full_layers:
             for head in range(KV_HEADS):
-                worth = ranker.policy.worth()[layer, head].tolist()
+                worth = cell.policy.worth()[layer, head].tolist()
                 alive: list[int] = []
                 start = 0
                 for end, kept in zip(done.ends, done.history(cell), strict=True):
@@ -130,12 +129,12 @@ def test_what_stays_is_the_head_of_the_ranking(arch: str, schedule: str) -> None
 @pytest.mark.parametrize("spec", SPECS)
 def test_ten_chunks(spec: str) -> None:
     """B07: one budget for all chunks together, and the sinks are those of the whole context."""
-    target = Target(ranker_of(spec), 16)
-    rounds = in_chunks(320, 32, [target])
+    cell = cell_of(ranker_of(spec), 16, "chunked", 32)
+    rounds = in_chunks(320, 32, [cell])
     assert len(rounds) == 10
     for index, kept in enumerate(rounds, start=1):
         seen = 32 * index
-        for positions in kept[target]:
+        for positions in kept[cell]:
             assert_kept(positions, 16, seen)
             if spec == "streaming_llm":
                 assert positions.tolist() == [[0, 1, 2, 3, *range(seen - 12, seen)]] * KV_HEADS
@@ -143,14 +142,14 @@ def test_ten_chunks(spec: str) -> None:
 
 def test_a_short_last_chunk() -> None:
     """B10: 1001 tokens in chunks of 64, all policies at three budgets in one loop."""
-    targets = [Target(ranker_of(spec), budget) for spec in SPECS for budget in (20, 100, 500)]
-    rounds = in_chunks(1001, 64, targets)
+    cells = cells_of(SPECS, (20, 100, 500), "chunked", 64)
+    rounds = in_chunks(1001, 64, cells)
     assert len(rounds) == 16
     for index, kept in enumerate(rounds, start=1):
-        assert set(kept) == set(targets)
-        for target, layers in kept.items():
+        assert set(kept) == set(cells)
+        for cell, layers in kept.items():
             for positions in layers:
-                assert_kept(positions, target.budget, min(64 * index, 1001))
+                assert_kept(positions, cell.budget or 0, min(64 * index, 1001))
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -176,15 +175,16 @@ def test_no_state_between_samples() -> None:
 @pytest.mark.parametrize("pins", [Pins(4, 16), Pins(0, 8), Pins(3, 0)])
 def test_pinned_tokens_stay(pins: Pins) -> None:
     """At every moment, for every policy; below the pins all policies keep the same tokens."""
-    targets = [Target(ranker_of(spec, pins), budget) for spec in SPECS for budget in (pins.total, 24)]
-    small = [Target(ranker_of(spec, pins), 3) for spec in SPECS]
-    rounds = in_chunks(100, 24, targets + small)
+    rankers = [ranker_of(spec, pins) for spec in SPECS]
+    large = [cell_of(one, budget, "chunked", 24) for one in rankers for budget in (pins.total, 24)]
+    small = [cell_of(one, 3, "chunked", 24) for one in rankers]
+    rounds = in_chunks(100, 24, list(dict.fromkeys(large + small)))
     for index, kept in enumerate(rounds, start=1):
         seen = min(24 * index, 100)
         pinned = {*range(pins.first), *range(seen - pins.last, seen)}
-        for target in targets:
-            for head in torch.cat(kept[target]).tolist():
+        for cell in large:
+            for head in torch.cat(kept[cell]).tolist():
                 assert pinned <= set(head)
-        for target in small:
+        for cell in small:
             head = [*range(min(3, pins.first)), *range(seen - max(0, 3 - pins.first), seen)]
-            assert all(positions.tolist() == [head] * KV_HEADS for positions in kept[target])
+            assert all(positions.tolist() == [head] * KV_HEADS for positions in kept[cell])

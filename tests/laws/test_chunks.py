@@ -10,7 +10,6 @@ from unittest.mock import patch
 import pytest
 import torch
 
-import kvbench.engine.evaluate as engine
 from kvbench.contract.cell import Cell
 from kvbench.engine import compress as loop
 from kvbench.engine.cache import Bucket, Cache
@@ -35,7 +34,7 @@ NOWHERE = -(10**9)  # a position that no token has
 
 def twin(cell: Cell, cells: Any) -> Cell:
     """The cell of the same policy and budget in another run."""
-    return next(other for other in cells if (other.policy, other.budget) == (cell.policy, cell.budget))
+    return next(other for other in cells if (other.spec, other.budget) == (cell.spec, cell.budget))
 
 
 def assert_same(one: Trial, other: Trial) -> None:
@@ -60,7 +59,7 @@ def test_several_chunks_are_not(arch: str) -> None:
     """B06: a later chunk is read with what is left of the earlier ones, so most policies end elsewhere."""
     once, chunked = trial(arch, "prefill"), trial(arch, "chunked")
     moved = {
-        cell.policy
+        cell.spec
         for cell in once.cells
         if not same_positions(once.kept(cell), chunked.kept(twin(cell, chunked.cells)))
     }
@@ -94,7 +93,6 @@ def evicted_is_poison() -> Iterator[list[int]]:
 
     with (
         patch.object(loop, "evict", poisoned_evict),
-        patch.object(engine, "evict", poisoned_evict),
         patch.object(Bucket, "allocate", poisoned_allocate),
     ):
         yield count
@@ -126,7 +124,7 @@ def test_budgets_above_the_context_are_poisoned_too(arch: str) -> None:
 def test_the_most_slots_held(spec: str) -> None:
     """Between evictions a row holds its budget and one chunk, nothing more."""
     done = trial("llama", "chunked")
-    for cell in (cell for cell in done.cells if cell.policy == spec):
+    for cell in (cell for cell in done.cells if cell.spec == spec):
         assert cell.budget is not None
         before = [min(cell.budget, end - CHUNK) for end in (CHUNK, 2 * CHUNK)] + [cell.budget]
         held = [kept + new for kept, new in zip(before, (CHUNK, CHUNK, N - 2 * CHUNK), strict=True)]

@@ -16,7 +16,6 @@ from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy
 from kvbench.engine.order import keep, rank
-from kvbench.engine.ranking import Ranker
 from tests.laws.lab import (
     CHUNK,
     SCHEDULES,
@@ -27,6 +26,7 @@ from tests.laws.lab import (
     prompt_of,
     ranker_of,
     same_positions,
+    schedule_of,
     trial,
     try_out,
 )  # fmt: skip
@@ -126,11 +126,7 @@ class Indifferent(Policy):
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_indifference_keeps_the_newest(schedule: str) -> None:
-    chunk = CHUNK if schedule == "chunked" else None
-    cells = {
-        Cell("x", (), budget, Pins(), schedule, chunk): Ranker(Indifferent(), Pins())
-        for budget in (1, 20, 21)
-    }
+    cells = [Cell(Indifferent(), budget, Pins(), schedule_of(schedule)) for budget in (1, 20, 21)]
     done = try_out(loaded("llama"), prompt_of(), cells)
     for cell in cells:
         newest = list(range(N - (cell.budget or 0), N))

@@ -52,7 +52,7 @@ def likelihoods(logprobs: Tensor, ids: tuple[int, ...]) -> Tensor:
 def close(values: list[float], wanted: Tensor, done: Trial) -> None:
     """Compare one number per cell and name the cells that differ."""
     differs = (torch.tensor(values) - wanted).abs()
-    wrong = {f"{cell.policy} at {cell.budget}": float(d) for cell, d in zip(done.cells, differs, strict=True)}
+    wrong = {f"{cell.spec} at {cell.budget}": float(d) for cell, d in zip(done.cells, differs, strict=True)}
     assert {name: d for name, d in wrong.items() if d > CLOSE} == {}
 
 

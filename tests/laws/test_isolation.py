@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.contract.cell import Cell
+from kvbench.contract.cell import Cell, Schedule
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy
-from kvbench.engine.evaluate import Failure
-from kvbench.engine.ranking import Ranker
+from kvbench.engine.measure import Failure
 from kvbench.errors import UnsupportedModel
 from tests.laws.lab import (
     BUDGETS,
@@ -28,6 +27,7 @@ from tests.laws.lab import (
     loaded,
     prompt_of,
     same_positions,
+    schedule_of,
     trial,
     try_out,
 )  # fmt: skip
@@ -108,10 +108,8 @@ def test_our_model_without_the_engine() -> None:
         tiny_model("llama")(ids, attention_mask=torch.ones(1, 1, 3, 3), kv_pass=object())
 
 
-def faulty_cells(schedule: str, fault: str, after: int = 0) -> dict[Cell, Ranker]:
-    chunk = CHUNK if schedule == "chunked" else None
-    ranker = Ranker(Faulty(fault, after), Pins())
-    return {Cell("laws_faulty", (), budget, Pins(), schedule, chunk): ranker for budget in BUDGETS}
+def faulty_cells(schedule: str, fault: str, after: int = 0) -> list[Cell]:
+    return [Cell(Faulty(fault, after), budget, Pins(), schedule_of(schedule)) for budget in BUDGETS]
 
 
 @pytest.mark.usefixtures("toys")
@@ -120,7 +118,7 @@ def faulty_cells(schedule: str, fault: str, after: int = 0) -> dict[Cell, Ranker
 def test_a_failing_policy_is_named_and_alone(schedule: str, fault: str) -> None:
     bad = faulty_cells(schedule, fault)
     clean = trial("llama", schedule)
-    done = try_out(loaded("llama"), prompt_of(), {**bad, **cells_of(SPECS, BUDGETS, schedule)})
+    done = try_out(loaded("llama"), prompt_of(), [*bad, *cells_of(SPECS, BUDGETS, schedule)])
     for cell in bad:
         failure = done.done.cells[cell]
         assert isinstance(failure, Failure)
@@ -138,7 +136,7 @@ def test_failing_after_some_chunks() -> None:
     """Rows that leave in the middle of the context leave the others as they are."""
     bad = faulty_cells("chunked", "raise", CHUNK)
     clean = trial("llama", "chunked")
-    done = try_out(loaded("llama"), prompt_of(), {**bad, **cells_of(SPECS, BUDGETS, "chunked")})
+    done = try_out(loaded("llama"), prompt_of(), [*bad, *cells_of(SPECS, BUDGETS, "chunked")])
     assert all(isinstance(done.done.cells[cell], Failure) for cell in bad)
     for cell in clean.cells:
         assert done[cell].outcome.nll == pytest.approx(clean[cell].outcome.nll, abs=1e-5)
@@ -173,10 +171,10 @@ class FailsWithManySlots(Policy):
 
 def test_a_failure_is_one_of_a_budget() -> None:
     """Law 6 holds for failures: a budget that works alone works beside one that does not."""
-    ranker = Ranker(FailsWithManySlots(), Pins())
-    small, large = (Cell("many", (), budget, Pins(), "chunked", CHUNK) for budget in BUDGETS)
-    together = try_out(loaded("llama"), prompt_of(), {large: ranker, small: ranker})
-    alone = try_out(loaded("llama"), prompt_of(), {small: ranker})
+    chunks = Schedule("chunked", CHUNK)
+    small, large = (Cell(FailsWithManySlots(), budget, Pins(), chunks) for budget in BUDGETS)
+    together = try_out(loaded("llama"), prompt_of(), [large, small])
+    alone = try_out(loaded("llama"), prompt_of(), [small])
     assert isinstance(together.done.cells[large], Failure)
     assert same_positions(together.kept(small), alone.kept(small))
     assert together[small].outcome.nll == pytest.approx(alone[small].outcome.nll, abs=1e-5)
@@ -195,10 +193,8 @@ class FutureAndQueries(Policy):
 
 def test_queries_that_are_gone_are_an_error() -> None:
     """Not silently zero."""
-    cell = Cell("both", (), 8, Pins(), "prefill", None)
-    failure = try_out(loaded("llama"), prompt_of(), {cell: Ranker(FutureAndQueries(), Pins())}).done.cells[
-        cell
-    ]
+    cell = Cell(FutureAndQueries(), 8)
+    failure = try_out(loaded("llama"), prompt_of(), [cell]).done.cells[cell]
     assert isinstance(failure, Failure)
     assert "both" in failure.reason
     assert "queries" in failure.reason

@@ -17,19 +17,22 @@ from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES
+from kvbench.engine.bind import bind_policies
 from kvbench.engine.cache import Cache
+from kvbench.engine.observe import Moment
 from kvbench.engine.passes import rank_stored, read_and_rank
-from kvbench.engine.ranking import Ranker, Ranking, Target
 from kvbench.engine.selection import evict
 from tests.laws.lab import (
     SCHEDULES,
     SPECS,
     N,
+    cell_of,
     cells_of,
     held,
     loaded,
     prompt_of,
     ranker_of,
+    schedule_of,
     try_out,
     words,
 )  # fmt: skip
@@ -45,10 +48,11 @@ def every_budget(arch: str, spec: str, pins: Pins | None = None) -> list[list[Te
     cache = Cache.empty(LAYERS, N)
     draw = torch.Generator().manual_seed(0)
     future = {layer: torch.rand(1, KV_HEADS, N, generator=draw) for layer in range(LAYERS)}
-    ranking = Ranking(lm, [[ranker]], 3, N, future)
-    read_and_rank(lm, cache, torch.tensor(words(N, 0)), 0, ranking)
-    targets = [Target(ranker, budget) for budget in range(1, N + 1)]
-    compacted, rows = evict(lm, cache, targets, [0] * N, ranking, 0)
+    bound = bind_policies(lm, [ranker.policy])
+    moment = Moment(N, N, 3, future)
+    rankings, _ = read_and_rank(bound, cache, torch.tensor(words(N, 0)), [[ranker]], moment)
+    cells = [cell_of(ranker, budget) for budget in range(1, N + 1)]
+    compacted, rows = evict(lm, cache, cells, [0] * N, rankings, 0)
     return [held(compacted, row) for row in rows]
 
 
@@ -95,8 +99,7 @@ def test_a_score_never_sees_the_budget(budget: int) -> None:
         shown = []
         for asked in (33, budget):
             spy = Spy()
-            cell = Cell("spy", (), asked, Pins(), schedule, 24 if schedule == "chunked" else None)
-            try_out(loaded("llama"), prompt_of(), {cell: Ranker(spy, Pins())})
+            try_out(loaded("llama"), prompt_of(), [Cell(spy, asked, Pins(), schedule_of(schedule))])
             shown.append(spy.shown[:LAYERS])
         for one, other in zip(*shown, strict=True):
             assert one.keys() == other.keys()
@@ -107,10 +110,7 @@ def test_a_score_never_sees_the_budget(budget: int) -> None:
 
 def test_one_score_for_all_budgets() -> None:
     spy = Spy()
-    cells = {
-        Cell("spy", (), budget, Pins(), "prefill", None): Ranker(spy, Pins()) for budget in (1, 5, 20, 69)
-    }
-    try_out(loaded("llama"), prompt_of(), cells)
+    try_out(loaded("llama"), prompt_of(), [Cell(spy, budget) for budget in (1, 5, 20, 69)])
     assert len(spy.shown) == LAYERS
 
 
@@ -127,8 +127,10 @@ def test_ranking_late_is_ranking() -> None:
     """A ranking made after the prefill from stored keys is the one made during it."""
     lm, ranker = loaded("llama"), ranker_of("knorm")
     cache = Cache.empty(LAYERS, N)
-    early = Ranking(lm, [[ranker]], 3, N)
-    read_and_rank(lm, cache, torch.tensor(words(N, 0)), 0, early)
-    late = Ranking(lm, [[ranker]], 3, N)
-    rank_stored(cache, late, dict.fromkeys(range(LAYERS), (None, 1.0)))
-    assert torch.equal(early.order(0, ranker), late.order(0, ranker))
+    bound, moment = bind_policies(lm, [ranker.policy]), Moment(N, N, 3)
+    early, _ = read_and_rank(bound, cache, torch.tensor(words(N, 0)), [[ranker]], moment)
+    late = rank_stored(bound, cache, [[ranker]], moment, dict.fromkeys(range(LAYERS), 1.0))
+    for name in ("order", "score"):
+        one, other = (getattr(rankings.found[0, ranker], name) for rankings in (early, late))
+        assert one.shape == (LAYERS, KV_HEADS, N)
+        assert torch.equal(one, other)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.contract import observation as observe
+from kvbench.contract import attention_sums
 from kvbench.contract.attention_sums import attention_rows, streamed_sums
 from kvbench.contract.eviction import eviction_cost, missed_mass
 from tests.laws.lab import SPECS, cells_of, loaded, prompt_of, trial, try_out
@@ -61,7 +61,7 @@ def test_streamed_sums(block: int) -> None:
             for slot in range(14):
                 for t in range(10):
                     most[b, head, slot] += max(rows[b, head * GROUP + g, t, slot] for g in range(GROUP))
-    with patch.object(observe, "BLOCK", block):
+    with patch.object(attention_sums, "BLOCK", block):
         sums = streamed_sums(seen._queries, seen.keys, seen.scaling, 4, "sum")
         maxima = streamed_sums(seen._queries, seen.keys, seen.scaling, 4, "max")
     torch.testing.assert_close(sums.double(), rows.sum(2), atol=1e-5, rtol=0)
@@ -128,12 +128,12 @@ def test_missed_mass_falls_with_the_budget(spec: str) -> None:
 def test_nobody_beats_the_oracle(arch: str) -> None:
     done = trial(arch, "prefill")
     for budget in {cell.budget for cell in done.cells}:
-        missed = {c.policy: done[c].missed_mass for c in done.cells if c.budget == budget}
+        missed = {c.spec: done[c].missed_mass for c in done.cells if c.budget == budget}
         assert min(missed, key=missed.__getitem__) == "oracle"
     for cell in done.cells:
         cost = done[cell].eviction_cost
         assert cost is not None
-        assert (cost == pytest.approx(1.0, abs=1e-6)) if cell.policy == "oracle" else cost > 1.01
+        assert (cost == pytest.approx(1.0, abs=1e-6)) if cell.spec == "oracle" else cost > 1.01
 
 
 @pytest.mark.parametrize("spec", SPECS)
@@ -152,9 +152,9 @@ def test_eviction_cost_is_the_area_of_missed_mass(spec: str) -> None:
             cost = dict.fromkeys((spec, "oracle"), float(u.sum()))
             for cell in done.cells:
                 kept = done.kept(cell)[layer][head]
-                cost[cell.policy] += float(u.sum() - u[kept].sum())
+                cost[cell.spec] += float(u.sum() - u[kept].sum())
             ratios.append(cost[spec] / cost["oracle"])
-    (found,) = {done[cell].eviction_cost for cell in done.cells if cell.policy == spec}
+    (found,) = {done[cell].eviction_cost for cell in done.cells if cell.spec == spec}
     assert found == pytest.approx(sum(ratios) / len(ratios), rel=1e-4)
 
 

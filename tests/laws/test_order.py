@@ -48,9 +48,9 @@ def assert_agree(one: Trial, other: Trial, cell: Cell, future: float = 0) -> Non
 @pytest.mark.parametrize("arch", ARCHS)
 def test_order_of_cells(arch: str, schedule: str, choices: bool) -> None:
     done = trial(arch, schedule, choices)
-    cells = list(done.cells.items())
+    cells = list(done.cells)
     random.Random(0).shuffle(cells)
-    other = try_out(done.lm, done.prompt, dict(cells))
+    other = try_out(done.lm, done.prompt, cells)
     for cell in done.cells:
         assert_agree(done, other, cell)
 
@@ -61,8 +61,8 @@ def test_order_of_cells(arch: str, schedule: str, choices: bool) -> None:
 def test_one_cell_or_all(arch: str, schedule: str, spec: str) -> None:
     for choices in (False, True):
         done = trial(arch, schedule, choices)
-        for cell in (cell for cell in done.cells if cell.policy == spec):
-            alone = try_out(done.lm, done.prompt, {cell: done.cells[cell]})
+        for cell in (cell for cell in done.cells if cell.spec == spec):
+            alone = try_out(done.lm, done.prompt, [cell])
             assert_agree(done, alone, cell)
 
 

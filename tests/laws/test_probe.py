@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
+import dataclasses
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -14,21 +14,25 @@ import pytest
 import torch
 from torch import Tensor
 
-import kvbench.engine.evaluate as engine
 from kvbench.audit.check import check_policy
 from kvbench.audit.speed.flops import prefill_flops
 from kvbench.audit.speed.stages import run_stages
-from kvbench.contract.cell import Cell
+from kvbench.contract.cell import Cell, Ranker
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy, param
 from kvbench.contract.registry import POLICIES, register
+from kvbench.engine import passes as reading
+from kvbench.engine.bind import bind_policies
 from kvbench.engine.cache import Cache
-from kvbench.engine.evaluate import Failure, evaluate
+from kvbench.engine.evaluate import evaluate
 from kvbench.engine.forward import read
+from kvbench.engine.measure import Failure
+from kvbench.engine.observe import Moment
 from kvbench.engine.passes import read_and_rank
-from kvbench.engine.ranking import Ranker, Ranking
+from kvbench.engine.probe import read_probe
+from kvbench.engine.ranking import Rankings
 from kvbench.errors import PluginError
 from tests.laws.lab import (
     BUDGETS,
@@ -43,6 +47,7 @@ from tests.laws.lab import (
     prompt_of,
     same_positions,
     sample_of,
+    schedule_of,
     try_out,
     words,
 )
@@ -101,12 +106,12 @@ def embedded_forwards(model: Any) -> Iterator[list[tuple[int, int]]]:
 
 
 @torch.inference_mode()
-def prefilled(arch: str, rankers: list[Ranker], capacity: int = N + 8) -> tuple[Cache, Ranking]:
+def prefilled(arch: str, rankers: list[Ranker], capacity: int = N + 8) -> tuple[Cache, Rankings]:
     lm = loaded(arch)
     cache = Cache.empty(LAYERS, capacity)
-    ranking = Ranking(lm, [rankers], KEY, N)
-    read_and_rank(lm, cache, torch.tensor(words(N, 0)), 0, ranking)
-    return cache, ranking
+    bound = bind_policies(lm, [one.policy for one in rankers])
+    rankings, _ = read_and_rank(bound, cache, torch.tensor(words(N, 0)), [rankers], Moment(N, N, KEY))
+    return cache, rankings
 
 
 def ranker(**changes: Any) -> Ranker:
@@ -120,9 +125,9 @@ def test_their_attention_is_the_plain_models(arch: str) -> None:
 
     def spy(policy: Policy, seen: Observation) -> tuple[Tensor, Tensor]:
         shown[seen.layer] = seen
-        return seen.positions.float(), torch.tensor(True)
+        return seen.positions.float(), torch.tensor([True])
 
-    with patch("kvbench.engine.compress.score_and_flag", spy):
+    with patch("kvbench.engine.ranking.score_and_flag", spy):
         prefilled(arch, [ranker()])
     assert list(shown) == list(loaded(arch).geometry.full_layers)
     model = plain(arch)
@@ -144,9 +149,9 @@ def test_their_attention_is_the_plain_models(arch: str) -> None:
 @pytest.mark.parametrize("arch", ARCHS)
 @pytest.mark.parametrize("capacity", [N, N + 8])
 def test_the_cache_is_bit_for_bit_as_without_them(arch: str, capacity: int) -> None:
-    cache, ranking = prefilled(arch, [ranker()], capacity)
+    cache, rankings = prefilled(arch, [ranker()], capacity)
     never, _ = prefilled(arch, [])
-    assert ranking.order(0, ranker()).shape[-1] == N
+    assert rankings.found[0, ranker()].order.shape[-1] == N
     ids = torch.tensor(words(3, 9))
     with torch.inference_mode():
         for step in range(2):  # before and after more tokens are read
@@ -164,7 +169,7 @@ def test_the_cache_is_bit_for_bit_as_without_them(arch: str, capacity: int) -> N
 def test_other_policies_do_not_notice(schedule: str) -> None:
     others = cells_of(("knorm", "tova", "random"), BUDGETS, schedule)
     alone = try_out(loaded("llama"), prompt_of(), others)
-    together = try_out(loaded("llama"), prompt_of(), others | cells_of(("peek",), BUDGETS, schedule))
+    together = try_out(loaded("llama"), prompt_of(), others + cells_of(("peek",), BUDGETS, schedule))
     for cell in others:
         assert same_positions(alone.kept(cell), together.kept(cell))
         assert alone[cell].outcome.answer == together[cell].outcome.answer
@@ -175,17 +180,26 @@ def test_other_policies_do_not_notice(schedule: str) -> None:
 
 
 def test_equal_tokens_are_read_once() -> None:
-    specs = ("peek", "peek:power=2", "peek:seed=1", "knorm")
+    specs = ("peek", "peek:power=2.0", "peek:seed=1", "knorm")
     lm = loaded("llama")
-    clock = SimpleNamespace(perf_counter=itertools.count(step=1000).__next__)
-    with embedded_forwards(lm.model) as found, patch("kvbench.engine.probe.time", clock):
+    clock, late = time.perf_counter, [0.0]
+
+    def slowly(*args: Any) -> None:
+        read_probe(*args)
+        late[0] += 1000
+
+    with (
+        embedded_forwards(lm.model) as found,
+        patch.object(reading, "read_probe", slowly),
+        patch("time.perf_counter", lambda: clock() + late[0]),
+    ):
         done = try_out(lm, prompt_of(), cells_of(specs, BUDGETS))
     assert found == [(1, N), (1, N)]
     for cell in done.cells:  # a pass takes 1000 s by this clock, and each of its policies is told all of it
-        passes = 0 if cell.policy == "knorm" else 1
+        passes = 0 if cell.spec == "knorm" else 1
         assert done[cell].times["score_s"] == pytest.approx(1000 * passes, abs=500)
         assert 0 < done[cell].times["prefill_s"] < 500
-    one, squared, other = ([c for c in done.cells if c.policy == spec] for spec in specs[:3])
+    one, squared, other = ([c for c in done.cells if c.spec == spec] for spec in specs[:3])
     for a, b, c in zip(one, squared, other, strict=True):  # squares keep the order, other tokens do not
         assert same_positions(done.kept(a), done.kept(b))
         assert not same_positions(done.kept(a), done.kept(c))
@@ -198,8 +212,8 @@ def test_chunks_read_them_again_after_kept_and_new_tokens() -> None:
         done = try_out(lm, prompt_of(), cells)
     assert [start for _, start in found] == [CHUNK, 2 * CHUNK, N]
     assert [rows for rows, _ in found] == [1, 2, 2]  # the rows of peek only: both budgets after chunk 1
-    for cell, one in cells.items():
-        extra = COUNT if one.policy.needs == Peek.needs else 0
+    for cell in cells:
+        extra = COUNT if cell.name == "peek" else 0
         assert done[cell].peak == {8: 8 + CHUNK, 33: 33 + N - 2 * CHUNK}[cell.budget or 0] + extra
         assert done[cell].kept == cell.budget
 
@@ -216,10 +230,9 @@ def test_one_chunk_is_after_prefill() -> None:
     ("changes", "words"), [({"width": 5}, "(3, 5)"), ({"power": float("nan")}, "NaN")], ids=["width", "nan"]
 )
 def test_a_failing_one_is_named_and_alone(schedule: str, changes: dict[str, Any], words: str) -> None:
-    size = CHUNK if schedule == "chunked" else None
-    bad = Cell("bad", (), 8, Pins(), schedule, size)
-    cells = {**cells_of(("peek", "knorm"), (8,), schedule), bad: ranker(**changes)}
-    done = evaluate(loaded("llama"), sample_of(prompt_of()), prompt_of(), cells, KEY).cells
+    bad = Cell(Peek(**changes), 8, Pins(), schedule_of(schedule))
+    cells = [*cells_of(("peek", "knorm"), (8,), schedule), bad]
+    done = dict(evaluate(loaded("llama"), sample_of(prompt_of()), prompt_of(), cells, KEY).cells)
     failure = done.pop(bad)
     assert isinstance(failure, Failure)
     assert "'peek'" in failure.reason
@@ -229,15 +242,11 @@ def test_a_failing_one_is_named_and_alone(schedule: str, changes: dict[str, Any]
 
 def test_too_long_for_the_model() -> None:
     lm = loaded("llama")
-    short = engine.LoadedModel(**{**vars(lm), "geometry": _shorter(lm.geometry, N + COUNT - 1)})
+    short = dataclasses.replace(lm, geometry=dataclasses.replace(lm.geometry, max_length=N + COUNT - 1))
     done = evaluate(short, sample_of(prompt_of()), prompt_of(), cells_of(("peek",), (8,)), KEY)
     failure = next(iter(done.cells.values()))
     assert isinstance(failure, Failure)
     assert f"{N} tokens and its {COUNT} extra ones" in failure.reason
-
-
-def _shorter(geometry: Any, length: int) -> Any:
-    return type(geometry)(**{**vars(geometry), "max_length": length})
 
 
 def test_queries_of_the_chunk_are_gone() -> None:
@@ -251,8 +260,8 @@ def test_queries_of_the_chunk_are_gone() -> None:
             return seen.window_attention(1)
 
     register("both", source="tests")(Both)
-    _, ranking = prefilled("llama", [Ranker(Both(), Pins())])
-    assert "queries of the chunk are gone" in next(iter(ranking.failed.values()))
+    _, rankings = prefilled("llama", [Ranker(Both(), Pins())])
+    assert "queries of the chunk are gone" in next(iter(rankings.failures.values()))
     refused = [finding for finding in check_policy("both") if not finding.passed]
     assert "beside extra tokens" in refused[0].detail
 
@@ -272,11 +281,11 @@ def test_check() -> None:
 
 def test_speed_counts_the_reading_of_extra_tokens() -> None:
     lm, budget = loaded("llama"), 8
-    bad, norms = ranker(width=5), Ranker(POLICIES.parse("knorm"), Pins())
-    rankers = [ranker(), ranker(power=2.0), norms, bad]
-    passed = run_stages(lm, torch.tensor(words(N, 0)), rankers, budget, 2)
+    bad, norms = Cell(Peek(width=5), budget), Cell(POLICIES.parse("knorm"), budget)
+    cells = [Cell(Peek(), budget), Cell(Peek(power=2.0), budget), norms, bad]
+    passed = run_stages(lm, torch.tensor(words(N, 0)), cells, 2)
     extra = prefill_flops(lm, N + COUNT) - prefill_flops(lm, N)
-    for one in rankers[:3]:
+    for one in cells[:3]:
         stages = passed.policies[one]
         assert (stages.failed, stages.kept, len(stages.score)) == ("", budget, LAYERS)
         assert sum(stages.score) == pytest.approx(stages.scoring.seconds)
@@ -286,7 +295,7 @@ def test_speed_counts_the_reading_of_extra_tokens() -> None:
 
 def test_no_extra_tokens_in_the_late_pass() -> None:
     seen = Observation(
-        0, 1, *(torch.zeros(1, 1, 2, 2),) * 2, torch.arange(2).view(1, 1, 2), 2, 2, 1.0, None, 0,
+        0, 1, *(torch.zeros(1, 1, 2, 2),) * 2, torch.arange(2).view(1, 1, 2), 2, 2, 1.0, 0,
         _queries=torch.zeros(1, 1, 2, 2),
     )  # fmt: skip
     with pytest.raises(PluginError, match="no extra tokens"):

@@ -11,10 +11,9 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.contract.cell import Cell
+from kvbench.contract.cell import Cell, Ranker, Schedule
 from kvbench.contract.pins import Pins
 from kvbench.contract.registry import POLICIES
-from kvbench.engine.ranking import Ranker
 from kvbench.model.geometry import read_geometry
 from kvbench.model.hook import install
 from kvbench.model.open import LoadedModel
@@ -74,8 +73,8 @@ def trial(
 ) -> Trial:
     """One policy at some budgets over a context of n tokens."""
     one = ranker(spec, pins)
-    schedule = "prefill" if chunk is None else "chunked"
-    cells = {Cell(spec, (), budget, one.pins, schedule, chunk): one for budget in budgets}
+    schedule = Schedule("prefill" if chunk is None else "chunked", chunk)
+    cells = [Cell(one.policy, budget, one.pins, schedule) for budget in budgets]
     return try_out(model(shape, "kvbench"), prompt_of(n, question=3, reference=2), cells)
 
 
@@ -169,14 +168,11 @@ def test_company_does_not_matter(
     shape: Shape, n: int, specs: list[str], budget: int, chunk: int | None
 ) -> None:
     """Law 6: a cell alone, or beside others in any order."""
-    schedule = "prefill" if chunk is None else "chunked"
-    cells = {}
-    for spec in specs:
-        one = ranker(spec, None)
-        cells[Cell(spec, (), budget, one.pins, schedule, chunk)] = one
+    schedule = Schedule("prefill" if chunk is None else "chunked", chunk)
+    cells = [Cell(one.policy, budget, one.pins, schedule) for one in (ranker(spec, None) for spec in specs)]
     lm, prompt = model(shape, "kvbench"), prompt_of(n, question=3, reference=2)
     together = try_out(lm, prompt, cells)
-    for cell, one in reversed(cells.items()):
-        alone = try_out(lm, prompt, {cell: one})
+    for cell in reversed(cells):
+        alone = try_out(lm, prompt, [cell])
         assert same_positions(alone.kept(cell), together.kept(cell))
         assert abs(alone[cell].outcome.nll - together[cell].outcome.nll) < 1e-5

@@ -8,14 +8,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.contract.cell import Cell
+from kvbench.contract.cell import Cell, Schedule
 from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy
 from kvbench.engine.cache import Cache
-from kvbench.engine.evaluate import Failure
 from kvbench.engine.forward import read
-from kvbench.engine.ranking import Ranker, Ranking, Target
+from kvbench.engine.measure import Failure
+from kvbench.engine.ranking import Ranking, Rankings
 from kvbench.engine.selection import evict
 from tests.laws.lab import N, held, loaded, prompt_of, same_positions, try_out, words
 from tests.tiny import KV_HEADS, LAYERS
@@ -34,12 +34,14 @@ class Named(Policy):
 
 def cut(cache: Cache, orders: list[Tensor], rows: list[int], budget: int) -> tuple[Cache, list[int]]:
     """Evict rankings (layer, kv_head, slot) of these rows to one budget."""
-    rankers = [Ranker(Named(which), Pins()) for which in range(len(orders))]
-    ranking = Ranking(loaded("llama"), [rankers], 0, N)
-    for ranker, row, order in zip(rankers, rows, orders, strict=True):
-        ranking.orders[row, ranker] = list(order)
-    targets = [Target(ranker, budget) for ranker in rankers]
-    return evict(loaded("llama"), cache, targets, rows, ranking, 0)
+    cells = [Cell(Named(which), budget) for which in range(len(orders))]
+    rankings = Rankings(
+        {
+            (row, cell.ranker): Ranking(order, torch.zeros(order.shape), 0.0)
+            for cell, row, order in zip(cells, rows, orders, strict=True)
+        }
+    )
+    return evict(loaded("llama"), cache, cells, rows, rankings, 0)
 
 
 @torch.inference_mode()
@@ -100,8 +102,8 @@ class FailsTwice(Policy):
 @pytest.mark.parametrize("chunk", [None, 24])
 def test_the_first_fault_is_told(chunk: int | None) -> None:
     """Scores are looked at when all layers are done, and still the reason is the first layer's."""
-    cell = Cell("twice", (), 8, Pins(), "prefill" if chunk is None else "chunked", chunk)
-    failure = try_out(loaded("llama"), prompt_of(), {cell: Ranker(FailsTwice(), Pins())}).done.cells[cell]
+    cell = Cell(FailsTwice(), 8, Pins(), Schedule("prefill" if chunk is None else "chunked", chunk))
+    failure = try_out(loaded("llama"), prompt_of(), [cell]).done.cells[cell]
     assert isinstance(failure, Failure)
     assert "layer 1" in failure.reason
     assert "NaN" in failure.reason

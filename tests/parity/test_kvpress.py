@@ -38,13 +38,14 @@ class Recorded:
     """One layer of a plain forward pass. hidden: what the attention module received."""
 
     seen: Observation
+    module: Any
     hidden: Tensor
     rotary: tuple[Tensor, Tensor]
 
     def score(self, press: Any) -> Tensor:
         """kvpress' score of the same layer: (batch, kv_head, slot)."""
         seen, extra = self.seen, {"position_embeddings": self.rotary}
-        return press.score(seen.module, self.hidden, seen.keys, seen.values, None, extra)
+        return press.score(self.module, self.hidden, seen.keys, seen.values, None, extra)
 
 
 @pytest.fixture(scope="module")
@@ -105,11 +106,10 @@ def recorded(smol: LoadedModel, layer: int, inputs: dict[str, Any], cached: Any)
         new=TOKENS,
         seen=TOKENS,
         scaling=module.scaling,
-        module=module,
-        key=0,
+        _draw=0,
         _queries=queries,
     )
-    return Recorded(seen, hidden, rotary)
+    return Recorded(seen, module, hidden, rotary)
 
 
 def ours(policy: Policy, seen: Observation, budget: int, pins: Pins | None = None) -> list[list[int]]:

@@ -22,13 +22,14 @@ import torch
 
 import kvbench.engine.evaluate as engine
 from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES, TASKS
 from kvbench.contract.task import Sample
 from kvbench.engine.attention import Layer
 from kvbench.engine.cache import Cache
 from kvbench.engine.forward import read
+from kvbench.engine.observe import Moment, observe_rows
 from kvbench.engine.order import rank
-from kvbench.engine.ranking import Ranker, Ranking
 from kvbench.model.open import LoadedModel, OpenModel, open_model
 from kvbench.model.prompt import Prompt
 from kvbench.study.config import RunConfig
@@ -65,22 +66,22 @@ def prefill(lm: LoadedModel, prompt: Prompt) -> None:
 @torch.inference_mode()
 def scoring(lm: LoadedModel, prompt: Prompt, spec: str) -> float:
     """Scores and rankings of a policy in all layers of a context, when the model has read it."""
-    policy = POLICIES.parse(spec)
-    ranker = Ranker(policy, policy.pins)
-    ranking = Ranking(lm, [[ranker]], key=0, seen=len(prompt.context))
+    policy: Policy = lm.bind(POLICIES.parse(spec))
+    n = len(prompt.context)
     layers: list[Observation] = []
 
     def look(layer: Layer) -> None:
-        layers.append(ranking.observation(layer, 0).limited_to(policy.needs))
+        seen = observe_rows(lm.geometry, layer, (0,), Moment(n, n, draw=0))
+        layers.append(seen.limited_to(policy.needs))
 
     cache = Cache.empty(lm.geometry.layers, len(prompt.context))
     read(lm, cache, torch.tensor(prompt.context, device=lm.device), 0, observer=look)
 
     def score() -> None:
         for seen in layers:
-            rank(policy.score(seen), seen.positions, ranker.pins, seen.seen)
+            rank(policy.score(seen), seen.positions, policy.pins, seen.seen)
 
-    score()  # weights are read from their file at the first use
+    score()  # kernels are chosen at the first use
     return seconds(score)
 
 

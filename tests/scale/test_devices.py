@@ -23,7 +23,7 @@ from kvbench.model.open import open_model
 from tests.kvp import make
 from tests.laws import lab
 from tests.laws.lab import SCHEDULES, SPECS, cells_of, prompt_of, try_out
-from tests.scale.devices import TYPE, Mixed, place, pretended, real, register, split
+from tests.scale.devices import TYPE, Mixed, pretended, real, register, split
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_loaded
 
 if not hasattr(torch._C, "_acc"):
@@ -100,11 +100,14 @@ def test_a_score_stays_with_its_layer(name: str, kind: Any) -> None:
     policy: Policy = POLICIES.parse(name)
     trained = policy.trained_for
     heads, dim = (KV_HEADS, HEAD_DIM) if trained is None else (trained.kv_heads, trained.head_dim)
-    seen = Specimen(40, heads, 3, torch.bfloat16, kind, dim).observe((0,))
-    expected = policy.score(seen.limited_to(policy.needs))
+    specimen = Specimen(40, heads, 3, torch.bfloat16, kind, dim, 2 if trained is None else trained.layers)
+    seen, model = specimen.observe((0,)), specimen.model
+    expected = policy.bind(model).score(seen.limited_to(policy.needs))
+    with pretended():  # weights are placed before anything is scored
+        bound = policy.bind(replace(model, devices=(THERE,) * len(model.devices)))
     with pretended(asking=False):
         there = moved(seen)
-        score = policy.score(there.limited_to(policy.needs))
+        score = bound.score(there.limited_to(policy.needs))
         order = rank(score, there.positions, policy.pins, there.seen)
     assert score.device == order.device == THERE
     assert score.dtype == torch.float32
@@ -139,5 +142,4 @@ def moved(seen: Observation) -> Observation:
     }
     if seen._probe is not None:
         changes["_probe"] = type(seen._probe)(*(part.to(THERE) for part in vars(seen._probe).values()))
-    place(seen.module, THERE)
     return replace(seen, _future=lambda: future, _shared={}, **changes)

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from kvbench.contract.pins import Pins
+from kvbench.contract.cell import Cell
 from kvbench.contract.registry import POLICIES
 from kvbench.engine import attention
-from kvbench.engine.evaluate import Measurement, evaluate
-from kvbench.engine.ranking import Ranker, Target
+from kvbench.engine.evaluate import evaluate
+from kvbench.engine.measure import Measurement
 from kvbench.learn.collect import record
 from kvbench.learn.trace import utilities
 from kvbench.model import memory
@@ -75,7 +75,7 @@ def test_a_trace_and_its_utilities(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for n in LENGTHS:
         with Largest() as largest:
-            layers, scaling = record(lm, prompt_of(n), torch.float16, Target(Ranker(policy, Pins()), 32), "t")
+            layers, scaling = record(lm, prompt_of(n), torch.float16, Cell(policy, 32), "t")
             q, k, _ = (part.float() for part in layers[0])
             utilities(q, k, scaling, [n // 2, n])
         sizes.append(largest.bytes)

@@ -19,15 +19,13 @@ from kvbench.audit.speed.measure import SpeedConfig
 from kvbench.audit.speed.stages import run_stages
 from kvbench.cli import main as cli
 from kvbench.contract.cell import Cell
-from kvbench.contract.pins import Pins
 from kvbench.engine.cache import Cache
 from kvbench.engine.forward import read
-from kvbench.engine.ranking import Ranker
 from kvbench.errors import BadInput, StoreError
 from kvbench.model.open import LoadedModel
 from kvbench.show.speed import tables
 from tests.laws import toy
-from tests.laws.lab import SPECS, cells_of, prompt_of, ranker_of, try_out
+from tests.laws.lab import SPECS, cells_of, prompt_of, try_out
 from tests.laws.test_probe import Peek
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS, QUERY_HEADS, SLIDING_WINDOW, tiny_loaded
 
@@ -67,36 +65,35 @@ def test_it_keeps_what_a_run_keeps() -> None:
     lm = tiny_loaded("llama")
     specs = [spec for spec in SPECS if not spec.startswith("oracle")]
     cells = cells_of(specs, (33,))
-    peek = Ranker(Peek(), Pins())  # reads extra tokens
-    cells[Cell("peek", (), 33, Pins(), "prefill", None)] = peek
+    peek = Cell(Peek(), 33)  # reads extra tokens
+    cells.append(peek)
     expected = try_out(lm, prompt, cells)
     kept = {}
     original = stages.evict
 
-    def spy(lm: Any, cache: Cache, targets: Any, *rest: Any) -> Any:
-        compacted, rows = original(lm, cache, targets, *rest)
-        kept[targets[0].ranker] = [compacted.buckets[0].view(layer)[2][0].clone() for layer in range(LAYERS)]
+    def spy(lm: Any, cache: Cache, cut: Any, *rest: Any) -> Any:
+        compacted, rows = original(lm, cache, cut, *rest)
+        kept[cut[0]] = [compacted.buckets[0].view(layer)[2][0].clone() for layer in range(LAYERS)]
         return compacted, rows
 
-    rankers = [peek, *(ranker_of(spec) for spec in specs if spec != "random")]  # its draws have their own key
+    timed = [cell for cell in cells if cell.name != "random"]  # its draws have their own key
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stages, "evict", spy)
-        passed = run_stages(lm, torch.tensor(prompt.context), rankers, 33, 2)
+        passed = run_stages(lm, torch.tensor(prompt.context), timed, 2)
     assert not any(found.failed for found in passed.policies.values())
-    assert len(kept) == len(rankers) > 5
+    assert len(kept) == len(timed) > 5
     assert passed.policies[peek].score_flops > 0
     assert sum(passed.policies[peek].score) == pytest.approx(passed.policies[peek].scoring.seconds)
-    for cell, ranker in cells.items():
-        if ranker in kept:
-            assert all(torch.equal(a, b) for a, b in zip(kept[ranker], expected.kept(cell), strict=True))
+    for cell in timed:
+        assert all(torch.equal(a, b) for a, b in zip(kept[cell], expected.kept(cell), strict=True))
 
 
 def test_no_policy_shares_the_work_of_another() -> None:
     """tova looks at a part of what snapkv computes: alone or after it, it computes its own."""
     lm = tiny_loaded("llama")
     ids = torch.tensor(prompt_of().context)
-    alone = run_stages(lm, ids, [ranker_of("tova")], 16, 1)
-    after = run_stages(lm, ids, [ranker_of("snapkv:window=1,kernel=3"), ranker_of("tova")], 16, 1)
+    alone = run_stages(lm, ids, cells_of(["tova"], [16]), 1)
+    after = run_stages(lm, ids, cells_of(["snapkv:window=1,kernel=3", "tova"], [16]), 1)
     assert [s.score_flops for s in alone.policies.values()] == [list(after.policies.values())[1].score_flops]
     assert next(iter(alone.policies.values())).score_flops == 2 * LAYERS * QUERY_HEADS * HEAD_DIM * len(ids)
 
@@ -205,10 +202,10 @@ def test_the_command(folder: str, tmp_path: Path) -> None:
 def test_extra_tokens_beyond_the_models_length(tiny_llama: LoadedModel) -> None:
     """Refused in a run, measured here: only the time is looked at."""
     short = replace(tiny_llama, geometry=replace(tiny_llama.geometry, max_length=10))
-    ranker = Ranker(Peek(), Pins())
-    passed = run_stages(short, torch.arange(4, 24), [ranker], 8, 1)
-    assert passed.policies[ranker].failed == ""
-    assert passed.policies[ranker].kept == 8
+    cell = Cell(Peek(), 8)
+    passed = run_stages(short, torch.arange(4, 24), [cell], 1)
+    assert passed.policies[cell].failed == ""
+    assert passed.policies[cell].kept == 8
 
 
 def test_decoding_leaves_the_cache(tiny_llama: LoadedModel) -> None:

@@ -17,12 +17,10 @@ from lm_eval.evaluator import evaluate
 from lm_eval.models.huggingface import HFLM
 
 from kvbench.contract.cell import Cell
-from kvbench.contract.pins import Pins
 from kvbench.contract.registry import POLICIES
 from kvbench.contract.task import Sample, Samples, Setting, Task
-from kvbench.engine.evaluate import Measurement
 from kvbench.engine.evaluate import evaluate as evaluate_cells
-from kvbench.engine.ranking import Ranker
+from kvbench.engine.measure import Measurement
 from kvbench.model.open import LoadedModel
 from kvbench.model.prompt import build_prompt, count_tokens, render_turns, token_ends
 
@@ -81,8 +79,8 @@ def ours(lm: LoadedModel, task: Task, data: str | None, limit: int, chat: bool =
 def measured(lm: LoadedModel, sample: Sample, chat: bool = False) -> tuple[Measurement, Measurement]:
     """The full cache, and a budget with room for everything, the question withheld."""
     prompt = build_prompt(sample, lm.tokenizer, "withheld", chat)
-    cell = Cell("knorm", (), 10**6, Pins(), "prefill", None)
-    found = evaluate_cells(lm, sample, prompt, {cell: Ranker(POLICIES.parse("knorm"), Pins())}, key=1)
+    cell = Cell(POLICIES.parse("knorm"), 10**6)
+    found = evaluate_cells(lm, sample, prompt, [cell], key=1)
     roomy = found.cells[cell]
     assert isinstance(roomy, Measurement)
     return found.full, roomy

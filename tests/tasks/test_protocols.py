@@ -17,7 +17,7 @@ def plan(task: str, **options: object) -> TaskPlan:
 
 
 def pins_of(planned: TaskPlan) -> dict[str, Pins]:
-    return {cell.policy: cell.pins for cell in planned.cells}
+    return {cell.name: cell.pins for cell in planned.cells}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ...engine.cache import Cache
 from ...engine.forward import read
+from ...model.lm import LoadedModel
 from ...model.memory import synchronise
-from ...model.open import LoadedModel
 
 PROBE = 64  # tokens on which the products of the weights are counted
 

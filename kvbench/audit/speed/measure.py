@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 import torch
 
-from ...contract.cell import FULL, Cell
+from ...contract.cell import Cell
 from ...contract.data import filler
 from ...contract.identity import fingerprint
 from ...contract.look import style_of
 from ...contract.need import Need
-from ...contract.pins import Pins
 from ...contract.policy import Policy
 from ...contract.registry import POLICIES, expand_policies, spec_of
-from ...engine.ranking import Ranker
 from ...errors import BadInput
 from ...model.geometry import Geometry
 from ...model.memory import can_reset
@@ -32,7 +30,7 @@ from ...store.results import Store, check_writable, read_rows
 from ...study.plan import check_fits
 from ...study.progress import progress as progress_bar
 from .flops import matmul_rate, prefill_flops
-from .stages import Passed, Stages, run_stages
+from .stages import PassTimes, Stages, run_stages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +89,7 @@ def speed(config: SpeedConfig, progress: bool = True) -> SpeedResult:
         check_fits(policy, opened)
     fixed = _fixed(opened)
     extra = {"style": style_of(policies), "tasks": {TASK: {"metric": "score_s", "source": "measured here"}}}
-    plan = _Plan(config, policies, fixed, opened.geometry)
+    plan = _SpeedPlan(config, policies, fixed, opened.geometry)
     with Store.open(path, fixed, extra) as store:
         missing = [item for item in plan.passes() if not plan.keys(*item) <= store.done]
         if missing:
@@ -145,7 +143,7 @@ def _default_folder(config: SpeedConfig) -> str:
     return f"results/speed-{config.model.replace('/', '_').strip('._')[-40:]}-{fingerprint(own)[:8]}"
 
 
-class _Plan:
+class _SpeedPlan:
     """The rows to measure and their identities."""
 
     def __init__(
@@ -154,13 +152,8 @@ class _Plan:
         self.config = config
         self.fixed = fixed
         self.geometry = geometry
-        self.rankers = [Ranker(policy, policy.pins) for policy in policies]
-        full = Cell(FULL, (), None, Pins(), "prefill", None)
-        self.cells: dict[Ranker | None, Cell] = {None: full}
-        for ranker in self.rankers:
-            params = tuple(asdict(ranker.policy).items())
-            cell = Cell(ranker.policy.name, params, config.budget, ranker.pins, "prefill", None)
-            self.cells[ranker] = cell
+        self.cells = [Cell(policy, config.budget, policy.pins) for policy in policies]
+        self.full = Cell(None, None)
 
     def passes(self) -> Iterator[tuple[int, int]]:
         """(length, repeat) of every pass; repeats of one length lie apart in time."""
@@ -169,16 +162,16 @@ class _Plan:
                 yield length, repeat
 
     def keys(self, length: int, repeat: int) -> set[str]:
-        return {self.known(ranker, length, repeat)["key"] for ranker in self.cells}
+        return {self.known(cell, length, repeat)["key"] for cell in (self.full, *self.cells)}
 
     def all_keys(self) -> set[str]:
         return set().union(*(self.keys(*item) for item in self.passes()))
 
-    def known(self, ranker: Ranker | None, length: int, repeat: int) -> dict[str, Any]:
+    def known(self, cell: Cell, length: int, repeat: int) -> dict[str, Any]:
         """The part of a row that is known before anything is measured."""
         settings = {
-            **self.cells[ranker].as_dict(),
-            "weights": ranker.policy.identity if ranker else "",
+            **cell.as_dict(),
+            "weights": cell.policy.identity if cell.policy else "",
             "task": TASK,
             "task_params": {"length": length, "new_tokens": self.config.new_tokens},
             "model": self.fixed["model"],
@@ -192,31 +185,31 @@ class _Plan:
             "key": fingerprint([identity, sample]),
             "config": identity,
             **settings,
-            "spec": spec_of(ranker.policy) if ranker else FULL,
+            "spec": cell.spec,
             "task_spec": f"{TASK}:length={length}",
-            "pins_mode": "native" if ranker else "none",
+            "pins_mode": "native" if cell.policy else "none",
             "sample": sample,
             "context_tokens": length,
             "layers": self.geometry.layers,
-            "evicted_layers": len(self.geometry.full_layers) if ranker else 0,
+            "evicted_layers": len(self.geometry.full_layers) if cell.policy else 0,
             "status": "ok",
             "reason": "",
         }
 
 
 def _measure(
-    plan: _Plan, missing: list[tuple[int, int]], lm: LoadedModel, store: Store, progress: bool
+    plan: _SpeedPlan, missing: list[tuple[int, int]], lm: LoadedModel, store: Store, progress: bool
 ) -> None:
     config = plan.config
     ids = _filler_ids(lm, max(config.lengths))
-    run_stages(lm, ids[:WARM_UP], plan.rankers, config.budget, 2)
+    run_stages(lm, ids[:WARM_UP], plan.cells, 2)
     with progress_bar(progress, len(missing), "passes") as advance:
         for length, repeat in missing:
-            wanted = [r for r in plan.rankers if plan.known(r, length, repeat)["key"] not in store.done]
-            passed = run_stages(lm, ids[:length], wanted, config.budget, config.new_tokens)
+            wanted = [one for one in plan.cells if plan.known(one, length, repeat)["key"] not in store.done]
+            passed = run_stages(lm, ids[:length], wanted, config.new_tokens)
             rate = matmul_rate(lm.device, lm.dtype)
             rows = [_full_row(plan, lm, passed, (length, repeat), rate)]
-            rows += [_row(plan, passed, ranker, (length, repeat)) for ranker in wanted]
+            rows += [_row(plan, passed, cell, (length, repeat)) for cell in wanted]
             store.append([row for row in rows if row["key"] not in store.done])
             advance(f"{length} tokens")
 
@@ -229,10 +222,10 @@ def _filler_ids(lm: LoadedModel, count: int) -> Tensor:
 
 
 def _full_row(
-    plan: _Plan, lm: LoadedModel, passed: Passed, item: tuple[int, int], rate: float
+    plan: _SpeedPlan, lm: LoadedModel, passed: PassTimes, item: tuple[int, int], rate: float
 ) -> dict[str, Any]:
     """The cache without eviction: prefill and decoding, and what the device can do."""
-    row = plan.known(None, *item) | _held(passed.full)
+    row = plan.known(plan.full, *item) | _held(passed.full)
     row["metrics"]["prefill_flops"] = prefill_flops(lm, item[0])
     row["times"] = {
         "prefill_s": passed.prefill.seconds,
@@ -243,10 +236,10 @@ def _full_row(
     return row
 
 
-def _row(plan: _Plan, passed: Passed, ranker: Ranker, item: tuple[int, int]) -> dict[str, Any]:
+def _row(plan: _SpeedPlan, passed: PassTimes, cell: Cell, item: tuple[int, int]) -> dict[str, Any]:
     """One policy; its peak is that of the prefill where the policy itself needs less."""
-    stages = passed.policies[ranker]
-    row = plan.known(ranker, *item)
+    stages = passed.policies[cell]
+    row = plan.known(cell, *item)
     if stages.failed:
         return row | {"status": "failed", "reason": stages.failed}
     row |= _held(stages) | {"score_layers_s": stages.score}

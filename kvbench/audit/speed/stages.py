@@ -7,26 +7,29 @@ every layer afresh, so that no policy is paid for by another one that shares its
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from ...contract.cell import Cell, Ranker
 from ...contract.need import Need
 from ...engine.attention import Layer
+from ...engine.bind import BoundPolicies, bind_policies, reason
 from ...engine.cache import Cache
 from ...engine.forward import read
 from ...engine.hidden import recorded_hidden
+from ...engine.observe import Moment, observe_rows
 from ...engine.order import rank
-from ...engine.probe import probe_tokens, read_embedded, validated_probe
-from ...engine.ranking import Ranker, Ranking, Target
-from ...engine.score import reason, validated_score
+from ...engine.probe import read_probe
+from ...engine.ranking import Place, Ranking, Rankings
+from ...engine.score import validated_score
 from ...engine.selection import evict
 from ...errors import KvbenchError
+from ...model.lm import LoadedModel
 from ...model.memory import can_reset, devices_of, peak_bytes, release, reset_peak, synchronise
-from ...model.open import LoadedModel
 from .flops import counted_flops, prefill_flops
 
 
@@ -94,109 +97,130 @@ class Stages:
 
 
 @dataclass
-class Passed:
+class PassTimes:
     """One pass. prefill: of all policies. full: the cache without eviction, which only decodes."""
 
     prefill: Span
     full: Stages
-    policies: dict[Ranker, Stages]
+    policies: dict[Cell, Stages]
 
 
-class _Timed:
+class _StageTimer:
     """Observer that scores and ranks every layer for every policy, each stage by the clock.
 
-    forward: the time of the pass without its policies.
+    forward: the time of the pass without its policies. hidden: see `recorded_hidden`. probe: extra tokens.
     """
 
-    def __init__(self, clock: Clock, ranking: Ranking, stages: dict[Ranker, Stages]) -> None:
-        self.clock = clock
-        self.ranking = ranking
-        self.stages = stages
+    def __init__(
+        self, clock: Clock, bound: BoundPolicies, moment: Moment, stages: dict[Ranker, Stages], probe: int = 0
+    ) -> None:
         self.forward = Span()
-        self.since = clock.start()
+        self.hidden: dict[int, Tensor] = {}
+        self._clock = clock
+        self._bound = bound
+        self._moment = moment
+        self._stages = stages
+        self._probe = probe
+        self._layers: dict[Ranker, list[tuple[Tensor, Tensor]]] = {ranker: [] for ranker in stages}
+        self._since = clock.start()
 
     def __call__(self, layer: Layer) -> None:
-        if layer.index not in self.ranking.lm.geometry.full_layers:
+        if layer.index not in self._bound.lm.geometry.full_layers:
             return
-        self.forward.add(self.clock.stop(self.since))
-        for ranker, stages in self.stages.items():
+        self.forward.add(self._clock.stop(self._since))
+        for ranker, stages in self._stages.items():
             if not stages.failed:
                 self._time(layer, ranker, stages)
-        self.since = self.clock.start()
+        self._since = self._clock.start()
 
-    def end(self) -> None:
+    def finish(self) -> Rankings:
         """The pass is over."""
-        self.forward.add(self.clock.stop(self.since))
+        self.forward.add(self._clock.stop(self._since))
+        device = self._bound.lm.device
+        found: dict[Place, Ranking] = {}
+        for ranker, stages in self._stages.items():
+            if not stages.failed:
+                parts = zip(*self._layers[ranker], strict=True)
+                order, score = (torch.stack([one.to(device) for one in part]) for part in parts)
+                found[0, ranker] = Ranking(order, score, stages.scoring.seconds + stages.rank.seconds)
+        return Rankings(found)
 
     def _time(self, layer: Layer, ranker: Ranker, stages: Stages) -> None:
-        seen = self.ranking.observation(layer, 0)
+        geometry, policy = self._bound.lm.geometry, self._bound.policies[ranker.policy]
+        hidden = self.hidden.get(layer.index)
+        seen = observe_rows(geometry, layer, (0,), self._moment, hidden, self._probe)
         span = Span()
         try:
-            with self.clock.timed(span):
-                score = validated_score(ranker.policy, seen)
+            with self._clock.timed(span):
+                score = validated_score(policy, seen)
         except KvbenchError as error:
-            stages.failed = reason(ranker.policy, error)
+            stages.failed = reason(policy, error)
             return
         stages.score.append(span.seconds)
         stages.scoring.add(span)
-        with self.clock.timed(stages.rank):
-            order = rank(score, seen.positions, ranker.pins, seen.seen)[0]
-        self.ranking.orders.setdefault((0, ranker), []).append(order)
+        with self._clock.timed(stages.rank):
+            order = rank(score, seen.positions, ranker.pins, seen.seen)
+        self._layers[ranker].append((order[0], score[0]))
         if len(stages.score) == 1:
             again = replace(seen, _shared={})
-            one = counted_flops(lambda: validated_score(ranker.policy, again))
-            stages.score_flops = one * len(self.ranking.lm.geometry.full_layers)
+            one = counted_flops(lambda: validated_score(policy, again))
+            stages.score_flops = one * len(geometry.full_layers)
 
 
 @torch.inference_mode()
-def run_stages(lm: LoadedModel, ids: Tensor, rankers: list[Ranker], budget: int, new_tokens: int) -> Passed:
-    """Read ids (token,), then let every policy score, rank, compact to the budget and decode.
+def run_stages(lm: LoadedModel, ids: Tensor, cells: Sequence[Cell], new_tokens: int) -> PassTimes:
+    """Read ids (token,), then let the policy of every cell score, rank, compact to its budget and decode.
 
     new_tokens: decoded one by one, greedily, from each compacted cache and from the full one.
     """
     release()
     clock = Clock(devices_of(lm.model))
     n = ids.shape[0]
-    extra = max([new_tokens, *(probe_tokens(ranker.policy) for ranker in rankers)])
+    rankers = list(dict.fromkeys(cell.ranker for cell in cells))
+    bound = bind_policies(lm, (ranker.policy for ranker in rankers))
+    failures = bound.failures
+    stages = {ranker: Stages(failed=failures.get(ranker.policy, "")) for ranker in rankers}
+    extra = max([new_tokens, *(len(probe.tokens) for probe in bound.probes)])
     cache = Cache.empty(lm.geometry.layers, n + extra)
-    ranking = Ranking(lm, [rankers], key=0, seen=n)
-    plain = {ranker: Stages() for ranker in rankers if Need.PROBE not in ranker.policy.needs}
-    timed = _Timed(clock, ranking, plain)
+    moment = Moment(n, n, draw=0)
+    plain = {one: times for one, times in stages.items() if Need.PROBE not in one.policy.needs}
+    timer = _StageTimer(clock, bound, moment, plain)
     hidden = any(Need.HIDDEN_STATES in ranker.policy.needs for ranker in rankers)
-    with recorded_hidden(lm.model, ranking.hidden) if hidden else nullcontext():
-        read(lm, cache, ids, 0, observer=timed)
-    timed.end()
-    probed = {ranker: Stages() for ranker in rankers if ranker not in plain}
-    for ranker, stages in probed.items():
-        _probe(clock, cache, replace(ranking, new=n), ranker, stages)
-    done = Passed(timed.forward, Stages(), {ranker: (plain | probed)[ranker] for ranker in rankers})
+    with recorded_hidden(lm, timer.hidden) if hidden else nullcontext():
+        read(lm, cache, ids, 0, observer=timer)
+    rankings = timer.finish()
+    done = PassTimes(timer.forward, Stages(), {})
+    for probe in bound.probes:
+        for ranker in rankers:
+            if ranker.policy in probe.policies:
+                once = _StageTimer(clock, bound, moment, {ranker: stages[ranker]}, len(probe.tokens))
+                rankings = rankings.joined(_time_probe(lm, cache, probe.tokens, n, once, stages[ranker]))
     _decode(lm, clock, cache, done.full, n, new_tokens)
-    for ranker, stages in done.policies.items():
-        if stages.failed:
+    for cell in cells:
+        times = done.policies[cell] = stages[cell.ranker]
+        if times.failed:
             continue
-        with clock.timed(stages.compact):
-            compacted, _ = evict(lm, cache, [Target(ranker, budget)], [0], ranking, new_tokens)
-        _decode(lm, clock, compacted, stages, n, new_tokens)
+        with clock.timed(times.compact):
+            compacted, _ = evict(lm, cache, [cell], [0], rankings, new_tokens)
+        _decode(lm, clock, compacted, times, n, new_tokens)
         del compacted
     return done
 
 
-def _probe(clock: Clock, cache: Cache, ranking: Ranking, ranker: Ranker, stages: Stages) -> None:
-    """Score for a policy with extra tokens: reading them is a part of its scoring, shared by all layers."""
-    lm, n = ranking.lm, ranking.seen
-    try:
-        tokens = validated_probe(ranker.policy, lm, 0)  # at n they may be beyond the model: only time counts
-    except KvbenchError as error:
-        stages.failed = reason(ranker.policy, error)
-        return
-    mark = cache.mark()
-    timed = _Timed(clock, replace(ranking, probed=len(tokens)), {ranker: stages})
-    read_embedded(lm, cache, tokens, n, timed)
-    timed.end()
-    cache.rewind(mark)
-    stages.scoring.add(timed.forward)
-    stages.score = [seconds + timed.forward.seconds / len(stages.score) for seconds in stages.score]
-    stages.score_flops += prefill_flops(lm, n + len(tokens)) - prefill_flops(lm, n)
+def _time_probe(
+    lm: LoadedModel, cache: Cache, tokens: Tensor, n: int, timer: _StageTimer, stages: Stages
+) -> Rankings:
+    """Score for a policy with extra tokens: reading them is a part of its scoring, shared by all layers.
+
+    At n they may be beyond the model's length: only the time counts.
+    """
+    read_probe(lm, cache, tokens, n, timer)
+    rankings = timer.finish()
+    if not stages.failed:
+        stages.scoring.add(timer.forward)
+        stages.score = [seconds + timer.forward.seconds / len(stages.score) for seconds in stages.score]
+        stages.score_flops += prefill_flops(lm, n + len(tokens)) - prefill_flops(lm, n)
+    return rankings
 
 
 def _decode(lm: LoadedModel, clock: Clock, cache: Cache, stages: Stages, n: int, new_tokens: int) -> None:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from kvbench.contract.look import style_of
 from kvbench.errors import BadInput
-from kvbench.learn.ranked import Ranked, RecordedRanker, boundary, learned_policies
+from kvbench.learn.ranked import RecordedRanker, SplitRanking, boundary, learned_policies
 from kvbench.learn.trace import Trace, TraceSet
 from kvbench.show.canvas import FONT, GRID, RC, WIDTH, heading, save, short_numbers
 from kvbench.show.figures import TRACES, Request, inputs
@@ -35,7 +35,7 @@ WRONG = LinearSegmentedColormap.from_list("wrong", colormaps["plasma"](np.linspa
 class Shown:
     """One trace, ranked. title: the model, the trace and its rules in words."""
 
-    ranked: Ranked
+    ranked: SplitRanking
     title: str
     looks: dict[str, Style]
 
