@@ -24,12 +24,11 @@ from ..engine.selection import evict
 from ..errors import BadInput, StoreError, WorkersLost
 from ..model.open import LoadedModel, OpenModel
 from ..model.prompt import Continuation, Prompt
-from ..study.config import RunConfig
-from ..study.executors import Executor, Local, Lost, in_order
+from ..study.executors import Executor, Local, LostJob, in_order
 from ..study.interrupt import deferred_interrupt
-from ..study.plan import check_data, check_fits, plan_task
+from ..study.plan import check_data, check_fits
 from ..study.progress import progress as progress_bar
-from ..study.samples import Work
+from ..study.samples import SampleOptions, prepare
 from .trace import TraceInfo, TraceSet, TraceWriter
 
 Recorded = tuple[list[tuple[Tensor, Tensor, Tensor]], float]  # per layer q, k, v; the factor on logits
@@ -119,7 +118,7 @@ class _Recorder:
 
 
 @dataclass(frozen=True)
-class Asked:
+class TraceRequest:
     """One trace to record. name: its id. task: where the prompt comes from."""
 
     name: str
@@ -158,7 +157,7 @@ def collect(
 
 def _compute(
     config: TraceConfig,
-    missing: list[Asked],
+    missing: list[TraceRequest],
     opened: OpenModel,
     executor: Executor,
     writer: TraceWriter,
@@ -171,7 +170,7 @@ def _compute(
         results = zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True)
         try:
             for asked, found in interrupt.between(results):
-                if isinstance(found, Lost):
+                if isinstance(found, LostJob):
                     lost.append(f"{asked.name}: {found.reason}")
                     continue
                 layers, scaling = found
@@ -191,7 +190,7 @@ def _compute(
 
 
 def _recorded(
-    dtype: torch.dtype, eviction: Target | None, generated: bool, lm: LoadedModel, asked: Asked
+    dtype: torch.dtype, eviction: Target | None, generated: bool, lm: LoadedModel, asked: TraceRequest
 ) -> Recorded:
     prompt = answered(lm, asked.prompt) if generated else asked.prompt
     return record(lm, prompt, dtype, eviction, asked.name)
@@ -235,7 +234,7 @@ def record(
     return recorder.finished(), recorder.scaling
 
 
-def _samples(config: TraceConfig, opened: OpenModel) -> list[Asked]:
+def _samples(config: TraceConfig, opened: OpenModel) -> list[TraceRequest]:
     """Every sample, the tasks taking turns."""
     specs = expand_tasks(config.tasks)
     check_data(config.data, [TASKS.parse(spec) for spec in specs])
@@ -250,7 +249,7 @@ def _samples(config: TraceConfig, opened: OpenModel) -> list[Asked]:
     return turns[: config.samples]
 
 
-def _column(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[Asked]:
+def _column(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[TraceRequest]:
     """`count` samples of one task. With a range of lengths, up to 8 evenly spaced ones take turns."""
     if config.lengths is None:
         return _prompts(config, opened, spec, count)
@@ -267,19 +266,18 @@ def _with_length(spec: str, length: int) -> str:
     return f"{spec}{',' if ':' in spec else ':'}length={length}"
 
 
-def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[Asked]:
+def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[TraceRequest]:
     task = TASKS.parse(spec)
-    run = RunConfig(
-        ("-",), (spec,), (1,), config.model, limit=count, seed=config.seed, data=config.data,
-        question="withheld",  # a trace's boundary is where the question begins, whatever the task shows
+    options = SampleOptions(
+        "withheld",  # a trace's boundary is where the question begins, whatever the task shows
+        limit=count, seed=config.seed, data=config.data,
     )  # fmt: skip
-    work = Work.build(run, plan_task(run, task, []), opened)
     found = []
-    for sample, prompt in work.items:
+    for sample, prompt in prepare(task, opened, options).items:
         if isinstance(prompt, str):
             raise BadInput(f"sample '{sample.id}' of {spec}: {prompt}; use shorter samples")
         ids = fingerprint([prompt.context, prompt.question, prompt.reference.ids])[:8]  # other data, other id
-        found.append(Asked(f"{spec_of(task)}|{sample.id}|{ids}", task.name, prompt))
+        found.append(TraceRequest(f"{spec_of(task)}|{sample.id}|{ids}", task.name, prompt))
     return found
 
 
@@ -308,7 +306,7 @@ def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
     }
 
 
-def _check_disk(config: TraceConfig, opened: OpenModel, missing: list[Asked]) -> str:
+def _check_disk(config: TraceConfig, opened: OpenModel, missing: list[TraceRequest]) -> str:
     """What will be written, in words. Raises StoreError for what the disk cannot hold."""
     geometry = opened.geometry
     itemsize = STORED[config.store].itemsize

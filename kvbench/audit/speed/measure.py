@@ -7,7 +7,7 @@ not depend on what is read, so the prompt is filler text, cut to an exact number
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,11 +28,11 @@ from ...model.geometry import Geometry
 from ...model.memory import can_reset
 from ...model.open import LoadedModel, OpenModel, open_model
 from ...store.manifest import machine
-from ...store.results import Store, check_writable, read_rows
+from ...store.results import Row, Store, check_writable, read_rows
 from ...study.plan import check_fits
 from ...study.progress import progress as progress_bar
 from .flops import matmul_rate, prefill_flops
-from .stages import Passed, Stages, run_stages
+from .stages import Passed, run_stages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,14 +169,14 @@ class _Plan:
                 yield length, repeat
 
     def keys(self, length: int, repeat: int) -> set[str]:
-        return {self.known(ranker, length, repeat)["key"] for ranker in self.cells}
+        return {self.blank(ranker, length, repeat).key for ranker in self.cells}
 
     def all_keys(self) -> set[str]:
         return set().union(*(self.keys(*item) for item in self.passes()))
 
-    def known(self, ranker: Ranker | None, length: int, repeat: int) -> dict[str, Any]:
-        """The part of a row that is known before anything is measured."""
-        settings = {
+    def blank(self, ranker: Ranker | None, length: int, repeat: int) -> Row:
+        """A row with what is known before anything is measured; what it comes from is this machine."""
+        configuration = {
             **self.cells[ranker].as_dict(),
             "weights": ranker.policy.identity if ranker else "",
             "task": TASK,
@@ -186,22 +186,17 @@ class _Plan:
             "template": "none",
             "seed": 0,
         }
-        identity = fingerprint([settings, self.fixed])
-        sample = f"repeat-{repeat}"
-        return {
-            "key": fingerprint([identity, sample]),
-            "config": identity,
-            **settings,
-            "spec": spec_of(ranker.policy) if ranker else FULL,
-            "task_spec": f"{TASK}:length={length}",
-            "pins_mode": "native" if ranker else "none",
-            "sample": sample,
-            "context_tokens": length,
-            "layers": self.geometry.layers,
-            "evicted_layers": len(self.geometry.full_layers) if ranker else 0,
-            "status": "ok",
-            "reason": "",
-        }
+        return Row.of(
+            configuration,
+            f"repeat-{repeat}",
+            source=self.fixed,
+            spec=spec_of(ranker.policy) if ranker else FULL,
+            task_spec=f"{TASK}:length={length}",
+            pins_mode="native" if ranker else "none",
+            context_tokens=length,
+            layers=self.geometry.layers,
+            evicted_layers=len(self.geometry.full_layers) if ranker else 0,
+        )
 
 
 def _measure(
@@ -212,12 +207,12 @@ def _measure(
     run_stages(lm, ids[:WARM_UP], plan.rankers, config.budget, 2)
     with progress_bar(progress, len(missing), "passes") as advance:
         for length, repeat in missing:
-            wanted = [r for r in plan.rankers if plan.known(r, length, repeat)["key"] not in store.done]
+            wanted = [r for r in plan.rankers if plan.blank(r, length, repeat).key not in store.done]
             passed = run_stages(lm, ids[:length], wanted, config.budget, config.new_tokens)
             rate = matmul_rate(lm.device, lm.dtype)
             rows = [_full_row(plan, lm, passed, (length, repeat), rate)]
             rows += [_row(plan, passed, ranker, (length, repeat)) for ranker in wanted]
-            store.append([row for row in rows if row["key"] not in store.done])
+            store.append([row for row in rows if row.key not in store.done])
             advance(f"{length} tokens")
 
 
@@ -228,42 +223,42 @@ def _filler_ids(lm: LoadedModel, count: int) -> Tensor:
     return torch.tensor((ids * (-(-count // len(ids))))[:count], device=lm.device)
 
 
-def _full_row(
-    plan: _Plan, lm: LoadedModel, passed: Passed, item: tuple[int, int], rate: float
-) -> dict[str, Any]:
+def _full_row(plan: _Plan, lm: LoadedModel, passed: Passed, item: tuple[int, int], rate: float) -> Row:
     """The cache without eviction: prefill and decoding, and what the device can do."""
-    row = plan.known(None, *item) | _held(passed.full)
-    row["metrics"]["prefill_flops"] = prefill_flops(lm, item[0])
-    row["times"] = {
-        "prefill_s": passed.prefill.seconds,
-        "matmul_rate": rate,
-        "decode_rate": plan.config.new_tokens / passed.full.decode.seconds,
-        **_peak(max(passed.prefill.peak, passed.full.peak)),
-    }
-    return row
+    full = passed.full
+    return replace(
+        plan.blank(None, *item),
+        kept=full.kept,
+        metrics={"kv_bytes": full.kv_bytes, "prefill_flops": prefill_flops(lm, item[0])},
+        times={
+            "prefill_s": passed.prefill.seconds,
+            "matmul_rate": rate,
+            "decode_rate": plan.config.new_tokens / full.decode.seconds,
+            **_peak(max(passed.prefill.peak, full.peak)),
+        },
+    )
 
 
-def _row(plan: _Plan, passed: Passed, ranker: Ranker, item: tuple[int, int]) -> dict[str, Any]:
+def _row(plan: _Plan, passed: Passed, ranker: Ranker, item: tuple[int, int]) -> Row:
     """One policy; its peak is that of the prefill where the policy itself needs less."""
     stages = passed.policies[ranker]
-    row = plan.known(ranker, *item)
+    row = plan.blank(ranker, *item)
     if stages.failed:
-        return row | {"status": "failed", "reason": stages.failed}
-    row |= _held(stages) | {"score_layers_s": stages.score}
-    row["metrics"]["score_flops"] = stages.score_flops
-    row["times"] = {
-        "prefill_s": passed.prefill.seconds,
-        "score_s": stages.scoring.seconds,
-        "rank_s": stages.rank.seconds,
-        "compact_s": stages.compact.seconds,
-        "decode_rate": plan.config.new_tokens / stages.decode.seconds,
-        **_peak(max(passed.prefill.peak, stages.peak)),
-    }
-    return row
-
-
-def _held(stages: Stages) -> dict[str, Any]:
-    return {"kept": stages.kept, "metrics": {"kv_bytes": stages.kv_bytes}}
+        return replace(row, status="failed", reason=stages.failed)
+    return replace(
+        row,
+        kept=stages.kept,
+        score_layers_s=stages.score,
+        metrics={"kv_bytes": stages.kv_bytes, "score_flops": stages.score_flops},
+        times={
+            "prefill_s": passed.prefill.seconds,
+            "score_s": stages.scoring.seconds,
+            "rank_s": stages.rank.seconds,
+            "compact_s": stages.compact.seconds,
+            "decode_rate": plan.config.new_tokens / stages.decode.seconds,
+            **_peak(max(passed.prefill.peak, stages.peak)),
+        },
+    )
 
 
 def _peak(count: int) -> dict[str, int]:
