@@ -15,16 +15,17 @@ from typing import Any
 from ..contract.registry import POLICIES
 from ..errors import BadInput, StoreError
 from ..store.manifest import MANIFEST, read_manifest
-from ..store.results import ROWS, stored_rows
+from ..store.results import ROWS, Row, stored_rows
+from ..store.row_files import line_of
 from ..study.runner import run
 from .sources import settings_of
 
 SHOWN = 20  # differences in the report
-Row = dict[str, Any]
+LATER = ("family", "data", "cut_tokens")  # fields that rows of the first releases do not have
 
 
 @dataclass
-class Report:
+class Repetition:
     """What a repetition gave. equal: rows that are the same bit for bit, times aside. close: rows whose
     metrics are the same within the tolerance. different: what differs, in words, by key. missing: keys
     that the repetition did not give. notes: what the runs said.
@@ -59,7 +60,7 @@ class Report:
 def rerun(
     path: str | Path, samples: int | None = None, tolerance: float = 1e-4, out: str | Path | None = None,
     progress: bool = True,
-) -> Report:  # fmt: skip
+) -> Repetition:  # fmt: skip
     """Repeat every invocation of a run folder, in its settings, and compare row by row.
 
     samples: repeat so many samples of each task and seed, drawn at random (the same ones each time). out:
@@ -73,9 +74,9 @@ def rerun(
         raise BadInput(f"--tolerance {tolerance}: a number from 0 on")
     manifest = read_manifest(path)
     configs = settings_of(manifest)
-    rows = {row["key"]: row for row in stored_rows(path)[0]}
+    rows = {row.key: row for row in stored_rows(path)[0]}
     chosen = _chosen(rows, samples)
-    report = Report(Path(path), tolerance)
+    report = Repetition(Path(path), tolerance)
     if out is not None and Path(out).resolve() == Path(path).resolve():
         raise BadInput(f"--out {out} is the run itself: name another folder")
     if out is not None and samples is not None and Path(out).exists():
@@ -89,7 +90,7 @@ def rerun(
                 report.notes += run(replace(config, policies=policies, out=str(folder)), progress).notes
             except StoreError as error:
                 raise StoreError(f"{path} cannot be repeated here: {error}") from error
-        again = {row["key"]: row for row in stored_rows(folder)[0]}
+        again = {row.key: row for row in stored_rows(folder)[0]}
     for key in chosen:
         _compare(report, key, rows[key], again.get(key))
     return report
@@ -97,7 +98,7 @@ def rerun(
 
 def _policies_then(specs: Sequence[str], rows: dict[str, Row]) -> tuple[str, ...]:
     """What was asked for, where "all" stands for the policies that there were then."""
-    measured = {row["spec"] for row in rows.values()}
+    measured = {row.spec for row in rows.values()}
     known = [name for name in POLICIES.names() if name in measured]
     return tuple(name for spec in specs for name in (known if spec == "all" else [spec]))
 
@@ -106,7 +107,8 @@ def _chosen(rows: dict[str, Row], samples: int | None) -> list[str]:
     """Keys to repeat: of all rows, or of a few samples per task and seed."""
     groups: dict[tuple[str, int], dict[str, list[str]]] = {}
     for key, row in rows.items():
-        groups.setdefault((row["task_spec"], row["seed"]), {}).setdefault(row["sample"], []).append(key)
+        group = groups.setdefault((row.task_spec, row.settings["seed"]), {})
+        group.setdefault(row.sample, []).append(key)
     found: list[str] = []
     for name, group in groups.items():
         count = len(group) if samples is None else min(samples, len(group))
@@ -131,27 +133,27 @@ def _begin(folder: Path, manifest: dict[str, Any], rows: list[Row]) -> None:
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MANIFEST).write_text(json.dumps({**manifest, "runs": []}))
-    lines = "".join(json.dumps(row, ensure_ascii=True) + "\n" for row in rows)
+    lines = "".join(line_of(row) + "\n" for row in rows)
     (folder / ROWS).write_text(lines, encoding="ascii")
 
 
-def _compare(report: Report, key: str, before: Row, after: Row | None) -> None:
+def _compare(report: Repetition, key: str, before: Row, after: Row | None) -> None:
     if after is None:
         report.missing.append(key)
         return
+    then, now = before.as_dict(), after.as_dict()
     told = [
-        f"{name} {before[name]!r} then, {after.get(name)!r} now"
-        for name in before
-        if name not in ("schema", "times", "metrics") and before[name] != after.get(name)
+        f"{name} {then.get(name)!r} then, {now.get(name)!r} now"
+        for name in {**then, **now}
+        if name not in ("schema", "times", "metrics", *(field for field in LATER if then[field] is None))
+        and then.get(name) != now.get(name)
     ]
-    old, new = before["metrics"], after["metrics"]
+    old, new = before.metrics, after.metrics
     moved = [name for name in {**old, **new} if old.get(name) != new.get(name)]
     far = [name for name in moved if not _close(old.get(name), new.get(name), report.tolerance)]
     told += [f"{name} {old.get(name)} then, {new.get(name)} now" for name in far]
     if told:
-        budget = "" if before["budget"] is None else f" at {before['budget']}"
-        where = f"{before['spec']}{budget}, {before['task_spec']}, sample {before['sample']!r}"
-        report.different[key] = f"{where}: {'; '.join(told)}"
+        report.different[key] = f"{before.title}: {'; '.join(told)}"
     elif moved:
         report.close += 1
     else:

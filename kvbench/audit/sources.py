@@ -10,7 +10,7 @@ from ..errors import KvbenchError, StoreError
 from ..model.open import OpenModel, open_model
 from ..study.config import RunConfig
 from ..study.plan import plan_task
-from ..study.samples import Work
+from ..study.workload import Workload
 from .finding import Finding
 
 
@@ -57,15 +57,16 @@ def _data(config: RunConfig, spec: str, opened: OpenModel, keys: set[str], where
         f"{where}the data of {spec_of(task)}, seed {config.seed}, {limit} samples, give the keys of the rows"
     )
     try:
-        work = Work.build(config, plan_task(config, task, []), opened)
+        work = Workload.build(config, plan_task(config, task, []), opened)
     except KvbenchError as error:
         return Finding(law, False, str(error))
-    absent = [sample.id for sample, _ in work.items if work.key(work.plan.full, sample) not in keys]
+    samples = work.samples
+    absent = [sample.id for sample, _ in samples.items if work.key(work.plan.full, sample) not in keys]
     if not absent:
         return Finding(law, True)
     return Finding(
         law,
         False,
-        f"{len(absent)} of {len(work.items)} samples have no row, the first: {absent[0]!r} (data sha256 "
-        f"{work.sha256}): the data have changed, or the run did not end",
+        f"{len(absent)} of {len(samples.items)} samples have no row, the first: {absent[0]!r} (data sha256 "
+        f"{samples.sha256}): the data have changed, or the run did not end",
     )

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from ..contract.cell import FULL
-from ..contract.identity import IDENTITY, fingerprint
-from ..contract.metrics import METRICS
-from ..store.manifest import read_manifest
-from ..store.results import stored_rows
+from ..contract.identity import config_of, key_of
+from ..contract.metrics import describe
+from ..store.manifest import read_manifest, stored_metrics
+from ..store.results import Row, stored_rows
 from .finding import Finding
 from .shown import figures, pages, table_file
 
 SLACK = 1e-5  # what rounding in float32 may put outside of a metric's limits
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,7 +39,7 @@ class Run:
 
     @cached_property
     def rows(self) -> list[Row]:
-        return list({row["key"]: row for row in self.history}.values())
+        return list({row.key: row for row in self.history}.values())
 
     @cached_property
     def own(self) -> list[Row]:
@@ -49,7 +47,7 @@ class Run:
 
     def hashes(self, row: Row) -> list[str]:
         """Hashes that the data of a row may have; none for rows that `kvbench run` did not write."""
-        spec = row.get("task_spec")
+        spec = row.task_spec
         known = [key for key, entry in self.manifest.get("data", {}).items() if entry["task"] == spec]
         newest = self.manifest.get("tasks", {}).get(spec, {}).get("data_sha256")
         return [*known, *([newest] if newest else [])]
@@ -72,7 +70,7 @@ def verify(
         if sources:
             from .sources import check_sources
 
-            yield from check_sources(run.manifest, {row["key"] for row in run.rows}, where)
+            yield from check_sources(run.manifest, {row.key for row in run.rows}, where)
     for run in runs:
         yield from figures(run.path, paths, every=bool(run.own))
         yield from pages(run.path, paths)
@@ -88,10 +86,7 @@ def _finding(law: str, faults: Iterable[str], remark: str) -> Finding:
 
 
 def _named(row: Row) -> str:
-    budget = "" if row.get("budget") is None else f" at {row['budget']}"
-    return (
-        f"row {row['key']} ({row.get('spec')}{budget}, {row.get('task_spec')}, sample {row.get('sample')!r})"
-    )
+    return f"row {row.key} ({row.title})"
 
 
 def _once(run: Run) -> Iterator[str]:
@@ -100,50 +95,52 @@ def _once(run: Run) -> Iterator[str]:
         yield f"the last line is half written ({len(run.tail)} bytes): the next `kvbench run` sets it aside"
     before: dict[str, Row] = {}
     for row in run.history:
-        old = before.get(row["key"])
-        if old is not None and old["status"] != "failed":
+        old = before.get(row.key)
+        if old is not None and old.status != "failed":
             yield f"{_named(row)} is there twice"
-        before[row["key"]] = row
+        before[row.key] = row
 
 
 def _belongs(run: Run) -> Iterator[str]:
     model, styled = run.manifest.get("fixed", {}).get("model"), {FULL, *run.manifest.get("style", {})}
     for row in run.rows:
-        if model is not None and row.get("model") != model:
-            yield f"{_named(row)}: of model {row.get('model')}, the manifest says {model}"
-        if row.get("spec") not in styled:
-            yield f"{_named(row)}: the manifest has no policy '{row.get('spec')}'"
+        if model is not None and row.settings["model"] != model:
+            yield f"{_named(row)}: of model {row.settings['model']}, the manifest says {model}"
+        if row.spec not in styled:
+            yield f"{_named(row)}: the manifest has no policy '{row.spec}'"
         if "data" in run.manifest and not run.hashes(row):
-            yield f"{_named(row)}: the manifest has no data of '{row.get('task_spec')}'"
+            yield f"{_named(row)}: the manifest has no data of '{row.task_spec}'"
 
 
 def _keys(run: Run) -> Iterator[str]:
     fixed = run.manifest.get("fixed", {})
+    of_all = {"model_sha256": fixed.get("model_sha256"), "dtype": f"torch.{fixed.get('dtype')}"}
     for row in run.own:
-        settings = {name: row.get(name) for name in IDENTITY}
-        settings |= {"model_sha256": fixed.get("model_sha256"), "dtype": f"torch.{fixed.get('dtype')}"}
-        configs = [fingerprint({**settings, "data_sha256": digest}) for digest in run.hashes(row)]
-        if row["config"] not in configs:
-            yield f"{_named(row)}: its settings, the model and the data do not give config {row['config']}"
-        elif row["key"] != fingerprint([row["config"], row["sample"]]):
+        told = {**row.settings, **of_all}
+        if row.config not in [config_of({**told, "data_sha256": digest}) for digest in run.hashes(row)]:
+            yield f"{_named(row)}: its settings, the model and the data do not give config {row.config}"
+        elif row.key != key_of(row.config, row.sample):
             yield f"{_named(row)}: config and sample do not give its key"
 
 
 def _kept(run: Run) -> Iterator[str]:
     for row in run.own:
-        if row["status"] == "ok":
-            context = row["context_tokens"]
-            wanted = context if row["budget"] is None else min(row["budget"], context)
-            if row["kept"] != wanted:
-                yield f"{_named(row)}: kept {row['kept']} of {context} tokens, which should be {wanted}"
+        if row.status == "ok":
+            context, budget = row.context_tokens, row.settings["budget"]
+            if context is None or row.kept is None:
+                yield f"{_named(row)}: it does not say how many tokens there were, or were kept"
+                continue
+            wanted = context if budget is None else min(budget, context)
+            if row.kept != wanted:
+                yield f"{_named(row)}: kept {row.kept} of {context} tokens, which should be {wanted}"
 
 
 def _limits(run: Run) -> Iterator[str]:
+    stored = stored_metrics(run.manifest)
     for row in run.rows:
-        for name, value in [*row["metrics"].items(), *row["times"].items()] if row["status"] == "ok" else []:
-            known = METRICS.get(name)
-            low, high = (known.limits if known else None) or (None, None)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        for name, value in [*row.metrics.items(), *row.times.items()] if row.status == "ok" else []:
+            low, high = describe(name, stored).limits or (None, None)
+            if value is None or not math.isfinite(value):
                 yield f"{_named(row)}: {name} is {value!r}"
             elif (low is not None and value < low - SLACK) or (high is not None and value > high + SLACK):
                 yield f"{_named(row)}: {name} is {value}, outside of its limits {low} to {high}"
@@ -163,5 +160,5 @@ def _remark(law: str, run: Run) -> str:
     left = len(run.rows) - len(run.own)
     if left and CHECKS[law] in (_keys, _kept):
         return f"{left} rows are not of `kvbench run` and were not checked for this"
-    failed = sum(row["status"] != "ok" for row in run.rows)
+    failed = sum(row.status != "ok" for row in run.rows)
     return f"{failed} rows were skipped or failed" if failed and CHECKS[law] is _limits else ""

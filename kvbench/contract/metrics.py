@@ -5,12 +5,12 @@ Tables and axis labels come from here, so a value and its unit cannot drift apar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any, Literal
 
-from ..errors import PluginError, UnknownName
+from ..errors import PluginError, StoreError, UnknownName
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ _BUILT_IN = (
 )
 _known: dict[str, Metric] = {item.name: item for item in _BUILT_IN}
 METRICS: Mapping[str, Metric] = MappingProxyType(_known)
+NONE: Mapping[str, Metric] = MappingProxyType({})
 
 
 def is_known(name: str) -> bool:
@@ -83,22 +84,37 @@ def metric(name: str) -> Metric:
     return METRICS[name]
 
 
-def describe(name: str) -> Metric:
-    """The metric, or a plain one without unit: results outlive the plugin that declared it."""
-    return METRICS.get(name) or Metric(name, "", "declared by a plugin that is not loaded", "none", None)
+def describe(name: str, stored: Mapping[str, Metric] = NONE) -> Metric:
+    """The metric: as a loaded task declares it, else as it was stored, else a plain one without unit.
+
+    stored: what runs have stored beside their rows (see `load_metrics`): results outlive their plugins.
+    """
+    known = METRICS.get(name) or stored.get(name)
+    return known or Metric(name, "", "declared by a plugin that is not loaded", "none", None)
 
 
-def added() -> dict[str, dict[str, Any]]:
+def in_order(names: Iterable[str], stored: Mapping[str, Metric] = NONE) -> list[str]:
+    """Names in the order of the metric table, then in that of stored metrics, then by the alphabet."""
+    wanted = set(names)
+    known = [name for name in {**METRICS, **stored} if name in wanted]
+    return known + sorted(wanted.difference(known))
+
+
+def dump_metrics() -> dict[str, dict[str, Any]]:
     """Metrics that tasks declared, as JSON-able values: a run stores them beside its rows."""
     return {name: asdict(one) for name, one in _known.items() if one not in _BUILT_IN}
 
 
-def restore(stored: Mapping[str, Mapping[str, Any]]) -> None:
-    """Declare what `added` stored, unless a loaded task has declared the name already."""
+def load_metrics(stored: Mapping[str, Any]) -> dict[str, Metric]:
+    """The metrics that `dump_metrics` stored. Raises: StoreError for what it cannot have stored."""
+    found = {}
     for name, values in stored.items():
-        if name not in _known:
+        try:
             limits = values.get("limits")
-            _known[name] = Metric(**{**values, "limits": limits and tuple(limits)})
+            found[name] = Metric(**{**values, "limits": limits and tuple(limits)})
+        except (TypeError, AttributeError, ValueError) as error:
+            raise StoreError(f"metric {name!r} of the manifest cannot be read ({error})") from error
+    return found
 
 
 def add_metric(new: Metric) -> None:

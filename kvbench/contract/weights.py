@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import BadInput
+from .files import replace_file
 
 SUFFIX = ".safetensors"
 
@@ -40,12 +40,10 @@ def file_state(path: Path) -> tuple[int, ...]:
     return state.st_ino, state.st_mtime_ns, state.st_size
 
 
-def replace_file(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write a file as a whole: whoever reads finds the old one or the new one."""
+def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a file of tensors as a whole: whoever reads finds the old one or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_name(path.name + ".tmp")
-    save_file(tensors, draft, metadata=metadata)
-    os.replace(draft, path)
+    replace_file(path, lambda draft: save_file(tensors, draft, metadata=metadata))
 
 
 def save_state(
@@ -66,7 +64,7 @@ def save_state(
         }
         tensors[f"{i}.t"] = torch.as_tensor(state["step"]).clone()
     written = {"config": json.dumps(config, sort_keys=True), "notes": json.dumps(notes)}
-    replace_file(path, tensors, {"step": str(step), **written})
+    save_tensors(path, tensors, {"step": str(step), **written})
 
 
 def restore_state(

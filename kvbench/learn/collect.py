@@ -26,12 +26,11 @@ from ..engine.selection import evict
 from ..errors import BadInput, StoreError, WorkersLost
 from ..model.open import LoadedModel, OpenModel
 from ..model.prompt import Continuation, Prompt
-from ..study.config import RunConfig
-from ..study.executors import Executor, Local, Lost, in_order
+from ..study.executors import Executor, Local, LostJob, in_order
 from ..study.interrupt import deferred_interrupt
-from ..study.plan import check_data, check_fits, plan_task
+from ..study.plan import check_data, check_fits
 from ..study.progress import progress as progress_bar
-from ..study.samples import Work
+from ..study.samples import SampleOptions, prepare
 from .trace import TraceInfo, TraceSet, TraceWriter
 
 Recorded = tuple[list[tuple[Tensor, Tensor, Tensor]], float]  # per layer q, k, v; the factor on logits
@@ -173,7 +172,7 @@ def _compute(
         results = zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True)
         try:
             for request, found in interrupt.between(results):
-                if isinstance(found, Lost):
+                if isinstance(found, LostJob):
                     lost.append(f"{request.name}: {found.reason}")
                     continue
                 layers, scaling = found
@@ -272,13 +271,12 @@ def _with_length(spec: str, length: int) -> str:
 
 def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[TraceRequest]:
     task = TASKS.parse(spec)
-    run = RunConfig(
-        ("-",), (spec,), (1,), config.model, limit=count, seed=config.seed, data=config.data,
-        question="withheld",  # a trace's boundary is where the question begins, whatever the task shows
+    options = SampleOptions(
+        "withheld",  # a trace's boundary is where the question begins, whatever the task shows
+        limit=count, seed=config.seed, data=config.data,
     )  # fmt: skip
-    work = Work.build(run, plan_task(run, task, []), opened)
     found = []
-    for sample, prompt in work.items:
+    for sample, prompt in prepare(task, opened, options).items:
         if isinstance(prompt, str):
             raise BadInput(f"sample '{sample.id}' of {spec}: {prompt}; use shorter samples")
         ids = fingerprint([prompt.context, prompt.question, prompt.reference.ids])[:8]  # other data, other id

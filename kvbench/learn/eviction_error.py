@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +23,7 @@ from ..contract.policy import Policy
 from ..contract.registry import spec_of
 from ..engine.order import keep
 from ..errors import BadInput
-from ..store.results import Store
+from ..store.results import Row, Store
 from ..study.progress import progress as progress_bar
 from .ranked import RecordedRanker, boundary
 from .trace import Trace, TraceSet
@@ -97,7 +96,7 @@ def _splits(config: ErrorConfig, trace: Trace) -> list[int]:
 
 def _rows(
     config: ErrorConfig, ranker: RecordedRanker, trace: Trace, heads: dict[str, list[Tensor]]
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """All rows of one trace: splits of one trace are not independent, so a row has their mean.
 
     heads: gets each policy's costs of this trace, (layer, kv_head).
@@ -119,11 +118,11 @@ def _rows(
 def _row(
     config: ErrorConfig, ranker: RecordedRanker, trace: Trace, splits: list[int], policy: Policy, budget: int,
     metrics: dict[str, float],
-) -> dict[str, Any]:  # fmt: skip
-    """One row in the schema of a run."""
+) -> Row:  # fmt: skip
+    """One row; what it comes from are the traces."""
     traces = ranker.traces
     cell = Cell(policy, budget, ranker.pins_of(policy))
-    settings = {
+    configuration = {
         **cell.as_dict(),
         "weights": policy.identity,
         "task": TASK,
@@ -133,29 +132,19 @@ def _row(
         "template": "recorded",
         "seed": config.seed,
     }
-    sample = f"{trace.info.id}@{'+'.join(map(str, splits))}"
     tokens = sum(splits) / len(splits)
-    identity = fingerprint([settings, traces.header])
-    return {
-        "key": fingerprint([identity, sample]),
-        "config": identity,
-        **settings,
-        "spec": cell.spec,
-        "task_spec": f"{TASK}:split={config.split}",
-        "pins_mode": config.pins,
-        "sample": sample,
-        "context_tokens": round(tokens),
-        "question_tokens": trace.info.tokens - round(tokens),
-        "kept": round(sum(min(budget, n) for n in splits) / len(splits)),
-        "peak": max(splits),
-        "layers": traces.layers,
-        "evicted_layers": traces.layers,
-        "status": "ok",
-        "reason": "",
-        "note": "",
-        "text": "",
-        "gold_label": None,
-        "label": None,
-        "metrics": metrics,
-        "times": {},
-    }
+    return Row.of(
+        configuration,
+        f"{trace.info.id}@{'+'.join(map(str, splits))}",
+        source=traces.header,
+        spec=cell.spec,
+        task_spec=f"{TASK}:split={config.split}",
+        pins_mode=config.pins,
+        context_tokens=round(tokens),
+        question_tokens=trace.info.tokens - round(tokens),
+        kept=round(sum(min(budget, n) for n in splits) / len(splits)),
+        peak=max(splits),
+        layers=traces.layers,
+        evicted_layers=traces.layers,
+        metrics=metrics,
+    )

@@ -25,12 +25,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..contract.files import replace_file
 from ..contract.identity import fingerprint
 from ..errors import StoreError
 
 HEADER, INDEX = "traces.json", "index.jsonl"
 SHARD = 8  # traces per shard: the unit of resuming
-SCHEMA = 1
+TRACE_SCHEMA = 1
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class TraceSet:
             ) from error
         except (ValueError, TypeError) as error:
             raise StoreError(f"{folder} is broken ({error}): make the traces again") from error
-        if self.header.get("schema", 0) > SCHEMA:
+        if self.header.get("schema", 0) > TRACE_SCHEMA:
             raise StoreError(f"{folder} was written by a newer kvbench: upgrade, or make the traces again")
 
     def __len__(self) -> int:
@@ -135,7 +136,7 @@ class TraceWriter:
 
     def __init__(self, folder: str | Path, header: dict[str, Any]) -> None:
         self.folder = Path(folder)
-        self.header = {"schema": SCHEMA, **header}
+        self.header = {"schema": TRACE_SCHEMA, **header}
         self._pending: list[tuple[TraceInfo, list[tuple[Tensor, Tensor, Tensor]]]] = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -143,7 +144,8 @@ class TraceWriter:
             if (self.folder / HEADER).exists():
                 self._check()
             else:
-                _replace(self.folder / HEADER, json.dumps(self.header, indent=2) + "\n")
+                text = json.dumps(self.header, indent=2) + "\n"
+                replace_file(self.folder / HEADER, lambda draft: draft.write_text(text, encoding="utf-8"))
             data = (self.folder / INDEX).read_bytes()
             os.truncate(self.folder / INDEX, data.rfind(b"\n") + 1)
         except OSError as error:
@@ -190,12 +192,6 @@ class TraceWriter:
             ) from error
         self.done += infos
         self._pending.clear()
-
-
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".tmp")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
 
 
 def utilities(queries: Tensor, keys: Tensor, scaling: float, splits: Sequence[int]) -> list[Tensor]:

@@ -7,10 +7,11 @@ from typing import Any
 
 import pandas as pd
 
-from ..contract.metrics import describe
+from ..contract.metrics import Metric, describe
 from ..errors import BadInput
 from ..stats.panels import SETTING, describe_setting, seeds_text, short
 from ..stats.significance import ALPHA
+from ..store.frame import metrics_of
 from .table import FORMATS, grid, heading, json_lines, number
 
 NAMES = {"mcnemar": "exact McNemar test", "flip": "permutation test (random signs)"}
@@ -42,9 +43,10 @@ def render_comparison(frame: pd.DataFrame, fmt: str = "text") -> str:
 
 def _block(lines: pd.DataFrame, fmt: str) -> str:
     first = lines.iloc[0]
+    metric = describe(first["metric"], metrics_of(lines))
     counts = sorted(set(lines["n"]))
     n = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-    title = f"{first['task']}: {describe(first['metric']).label}, minus {short(first['baseline'])}, {n}"
+    title = f"{first['task']}: {metric.label}, minus {short(first['baseline'])}, {n}"
     moved = lines[lines["win"] + lines["loss"] > 0]
     header = [
         "policy",
@@ -57,11 +59,10 @@ def _block(lines: pd.DataFrame, fmt: str) -> str:
         "p, Holm",
         "detectable",
     ]
-    return grid(title, header, [_cells(line) for line in moved.to_dict("records")], fmt)
+    return grid(title, header, [_cells(line, metric) for line in moved.to_dict("records")], fmt)
 
 
-def _cells(line: Mapping[Any, Any]) -> list[str]:
-    metric = line["metric"]
+def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
     interval = f"[{signed(line['lo'], metric)},{signed(line['hi'], metric)}]" if line["n"] > 1 else ""
     marks = " (beats full)" if line["beats_full"] else ""
     return [
@@ -77,7 +78,7 @@ def _cells(line: Mapping[Any, Any]) -> list[str]:
     ]
 
 
-def signed(value: float, metric: str) -> str:
+def signed(value: float, metric: Metric) -> str:
     """A difference in the precision of its metric, with its sign."""
     return ("+" if value > 0 else "") + number(value, metric)
 

@@ -27,6 +27,7 @@ from ..contract.cell import FULL
 from ..contract.metrics import describe
 from ..stats.bootstrap import Floats
 from ..stats.panels import short
+from ..store.frame import metrics_of
 from .canvas import GRID
 from .footnotes import majority, only_pins
 from .style import GREY, LOWER, UPPER, Style
@@ -114,10 +115,11 @@ def _draw_policy(axes: Axes, part: pd.DataFrame, look: Style, shift: float) -> N
 
 def _scale(axes: Axes, lines: pd.DataFrame, metric: str) -> None:
     """Ticks at the measured budgets; the vertical axis within the metric's limits."""
-    axes.set_ylabel(describe(metric).label)
+    about = describe(metric, metrics_of(lines))
+    axes.set_ylabel(about.label)
     axes.grid(axis="y", **GRID)
     axes.set_axisbelow(True)
-    _upright(axes, lines["mean"].to_numpy(dtype=float), describe(metric).limits)
+    _upright(axes, lines["mean"].to_numpy(dtype=float), about.limits)
     budgets = sorted({float(budget) for budget in lines["budget"].dropna()})
     axes.set_xlabel(BUDGET)
     if not budgets:

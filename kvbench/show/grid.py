@@ -22,6 +22,7 @@ from ..errors import BadInput, StoreError, UnknownName
 from ..stats.aggregate import aggregate, available, check_names
 from ..stats.panels import SETTING, main_metric, panels
 from ..store.files import file_name
+from ..store.frame import metrics_of
 from ..store.results import read_rows
 from .canvas import FONT, RC, WIDTH, counted, heading, save
 from .curves import BUDGET, curve_keys, draw_curves
@@ -120,7 +121,7 @@ def pooled(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, 
     for spec in specs:
         task, _, values = spec.partition(":")
         entry = tasks.get(spec) or tasks.get(task) or {}
-        if describe(entry.get("metric", "")).limits == (0.0, 1.0):
+        if describe(entry.get("metric", ""), metrics_of(rows)).limits == (0.0, 1.0):
             alike = ",".join(pair for pair in values.split(",") if "/" not in pair)  # files of data aside
             groups.setdefault((task.split("/")[0], entry["metric"], alike), []).append(spec)
     for (group, metric, values), members in groups.items():

@@ -15,9 +15,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ..contract.cell import FULL
-from ..contract.metrics import METRICS, describe
+from ..contract.metrics import METRICS, Metric, describe
 from ..errors import BadInput
 from ..stats.panels import describe_setting, main_metric, panels, short
+from ..store.frame import metrics_of
 from .footnotes import footnotes, joined
 
 FORMATS = ("text", "md", "csv", "json")
@@ -82,11 +83,13 @@ def _plain(value: Any) -> Any:
 def _blocks(lines: pd.DataFrame, main: str) -> tuple[list[str], list[str]]:
     """Metrics to show, the main one first, and those left to the long formats."""
     names = [name for name in dict.fromkeys(lines["metric"]) if name not in (main, "majority_rate")]
-    order = [name for name in METRICS if name in names] + [name for name in names if name not in METRICS]
+    stored = metrics_of(lines)
+    known = [*METRICS, *stored]
+    order = [name for name in known if name in names] + [name for name in names if name not in known]
     derived = [] if main == "nll" else ["ppl"]  # says again what nll says, where it is not the point
-    costs = [name for name in order if describe(name).unit in COSTS or name in derived]
+    costs = [name for name in order if describe(name, stored).unit in COSTS or name in derived]
     shown = [name for name in order if name not in costs]
-    if describe(main).unit in COSTS:  # they were asked for
+    if describe(main, stored).unit in COSTS:  # they were asked for
         return [main, *order], []
     return [main, *shown], costs
 
@@ -103,7 +106,7 @@ def _block(lines: pd.DataFrame, metric: str, fmt: str) -> str:
     else:
         samples = f"n = {counts[0] if counts else 0}"
     task = lines["task"].iloc[0]
-    title = f"{task}: {describe(metric).label}, {samples}"
+    title = f"{task}: {describe(metric, metrics_of(lines)).label}, {samples}"
     return grid(title, *pivot(lines, metric), fmt)
 
 
@@ -139,7 +142,7 @@ def _console(width: int) -> Console:
 
 def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]:
     """Header and rows of one metric: policies as they come (full first), budgets ascending."""
-    most = max(lines["n"], default=0)
+    most, about = max(lines["n"], default=0), describe(metric, metrics_of(lines))
     budgets = sorted({int(budget) for budget in lines["budget"].dropna()})
     full = (lines["policy"] == FULL).any()
     header = ["policy", *(["full cache"] if full else []), *map(str, budgets)]
@@ -147,7 +150,7 @@ def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]
     for label in dict.fromkeys(lines["label"]):
         mine = lines[lines["label"] == label]
         cells = {
-            None if pd.isna(line["budget"]) else int(line["budget"]): _cell(line, metric, most)
+            None if pd.isna(line["budget"]) else int(line["budget"]): _cell(line, about, most)
             for line in mine.to_dict("records")
         }
         rows.append(
@@ -156,7 +159,7 @@ def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]
     return header, rows
 
 
-def _cell(line: Mapping[Any, Any], metric: str, most: int) -> str:
+def _cell(line: Mapping[Any, Any], metric: Metric, most: int) -> str:
     if line["n"] == 0:
         return "failed" if line["n_failed"] else "skipped"
     text = number(line["mean"], metric)
@@ -165,9 +168,9 @@ def _cell(line: Mapping[Any, Any], metric: str, most: int) -> str:
     return text if line["n"] == most else f"{text} n={line['n']}"
 
 
-def number(value: float, metric: str) -> str:
+def number(value: float, metric: Metric) -> str:
     """A value in the precision that suits its unit."""
-    unit = describe(metric).unit
+    unit = metric.unit
     if not math.isfinite(value):
         return str(value)
     if unit == "bytes":

@@ -19,6 +19,7 @@ from ..errors import BadInput, StoreError
 from ..stats.aggregate import aggregate
 from ..stats.panels import RULES, SETTING, matches, short
 from ..store.files import file_name
+from ..store.frame import metrics_of
 from ..store.results import read_rows
 from .canvas import FONT, GRID, RC, counted, heading, save
 from .plot import home, looks_of, sections
@@ -92,7 +93,7 @@ def figure(lines: pd.DataFrame, setting: Mapping[str, Any], looks: Mapping[str, 
     policies = list(dict.fromkeys(rest["policy"]))
     budgets = sorted({int(budget) for budget in rest["budget"]})
     rules = sorted(set(rest["rule"]), key=lambda rule: (rule.startswith("chunked"), rule))
-    metric = describe(str(lines["metric"].iloc[0]))
+    metric = describe(str(lines["metric"].iloc[0]), metrics_of(lines))
     with matplotlib.rc_context(RC):
         size = (3.0 + 2.6 * len(budgets), 1.9 + 0.34 * len(policies))
         fig = Figure(figsize=size, layout="constrained")

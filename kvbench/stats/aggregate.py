@@ -15,8 +15,9 @@ import numpy as np
 import pandas as pd
 
 from ..contract.cell import FULL
-from ..contract.metrics import METRICS, describe
+from ..contract.metrics import describe, in_order
 from ..errors import UnknownName
+from ..store.frame import metrics_of
 from .bootstrap import Floats, Measured, intervals, measured
 from .panels import SETTING, seeds_text
 
@@ -38,7 +39,7 @@ def available(rows: pd.DataFrame) -> list[str]:
         names.add("ppl")
     if rows["gold_label"].notna().any():
         names.update(LABELS)
-    return [name for name in METRICS if name in names] + sorted(names - set(METRICS) - HELPERS)
+    return in_order(names - HELPERS, metrics_of(rows))
 
 
 def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.DataFrame:
@@ -55,7 +56,7 @@ def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.Da
     """
     names = list(metrics) if metrics is not None else available(rows)
     check_names(names, available(rows))
-    rows = prepared(rows)
+    rows, stored = prepared(rows), metrics_of(rows)
     of_task = {task: available(part) for task, part in rows.groupby("task", sort=False)}
     lines: list[dict[str, Any]] = []
     items: list[Measured] = []
@@ -65,7 +66,7 @@ def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.Da
         for name in names:
             item, detail = _measure(ok, name)
             if item.samples or (ok.empty and name in of_task[common["task"]]):
-                numbers = {"metric": name, "unit": describe(name).unit, "mean": item.estimate}
+                numbers = {"metric": name, "unit": describe(name, stored).unit, "mean": item.estimate}
                 lines.append({**common, **numbers, "n": len(item.samples), "detail": detail})
                 items.append(item)
     for line, (low, high) in zip(lines, intervals(items), strict=True):
@@ -128,7 +129,7 @@ def _measure(ok: pd.DataFrame, name: str) -> tuple[Measured, str]:
         counts = Counter(rows[source])
         top = min(counts, key=lambda label: (-counts[label], label), default="")
         return measured(rows["sample"], np.array([float(label == top) for label in rows[source]])), top
-    pooled = describe(name).combine == "ppl"
+    pooled = describe(name, metrics_of(ok)).combine == "ppl"
     values = _values(ok, "nll" if pooled else name)
     weights = _values(ok, "nll_tokens") if pooled else np.ones(len(ok))
     keep = ~np.isnan(values) & (weights > 0)
@@ -161,4 +162,6 @@ def _finished(lines: list[dict[str, Any]], rows: pd.DataFrame, names: Sequence[s
     ranks = {"task": list(dict.fromkeys(inside["task"])), "policy": policies, "metric": list(names)}
     keys = frame.assign(**{name: frame[name].map(order.index) for name, order in ranks.items()})
     order = keys.sort_values(["task", *SETTING[1:], "metric", "policy", "budget"], kind="stable").index
-    return frame.loc[order].reset_index(drop=True)
+    ready = frame.loc[order].reset_index(drop=True)
+    ready.attrs = rows.attrs
+    return ready

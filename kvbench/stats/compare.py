@@ -16,8 +16,9 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ..contract.cell import FULL
-from ..contract.metrics import describe
+from ..contract.metrics import NONE, Metric, describe
 from ..errors import BadInput, UnknownName
+from ..store.frame import metrics_of
 from .aggregate import LABELS, aggregate, available, check_names, column_of, prepared
 from .bootstrap import Floats, Measured, intervals, measured
 from .panels import SETTING, SHARED, main_metric, matches, seeds_text
@@ -43,13 +44,13 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
     (of the mean).
     Raises: as `paired`; BadInput when there is nothing to compare.
     """
-    parts = []
+    parts, stored = [], metrics_of(rows)
     for task, own in rows.groupby("task_spec", sort=False):
         if baseline not in set(own["spec"]):
             continue
         there = _of_baseline(own, baseline)
         lines = pd.DataFrame({"metric": available(own)})
-        asked = metrics or [per_sample(main_metric(lines, str(task), tasks)), "kl"]
+        asked = metrics or [per_sample(main_metric(lines, str(task), tasks), stored), "kl"]
         parts += [paired(own, baseline, name) for name in dict.fromkeys(asked) if name in there]
     if metrics is not None:
         check_names(metrics, [name for name in available(rows) if name not in (*LABELS, "ppl")])
@@ -63,9 +64,9 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
     return with_flags(frame, rows)[[*COLUMNS, *SETTING[1:]]]
 
 
-def per_sample(metric: str) -> str:
+def per_sample(metric: str, stored: Mapping[str, Metric] = NONE) -> str:
     """What samples are compared by: perplexity is a number of a cell, and nll what a sample adds to it."""
-    return "nll" if describe(metric).combine == "ppl" else metric
+    return "nll" if describe(metric, stored).combine == "ppl" else metric
 
 
 def paired(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFrame:
@@ -80,8 +81,7 @@ def paired(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFrame:
     """
     check_names([metric], [name for name in available(rows) if name not in (*LABELS, "ppl")])
     _check_baseline(rows, baseline)
-    rows = prepared(rows)
-    specs = list(dict.fromkeys(rows.sort_index()["policy"]))
+    rows, about = prepared(rows), describe(metric, metrics_of(rows))
     column = column_of(rows, metric)
     usable = rows[(rows["status"] == "ok") & rows[column].notna()]
     binary = is_binary(usable[column])
@@ -94,12 +94,12 @@ def paired(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFrame:
         theirs = base[matches(base, setting, SHARED if baseline == FULL else [*SETTING, "budget"])]
         both = on_same_samples(mine, theirs, column)
         if len(both):
-            line, item = line_of(both, metric, binary)
+            line, item = line_of(both, about, binary)
             lines.append({**setting, "baseline": baseline, **line})
             items.append(item)
     for line, (low, high) in zip(lines, intervals(items), strict=True):
         line.update(lo=low, hi=high)
-    return finished(lines, specs)
+    return finished(lines, rows)
 
 
 def is_binary(values: pd.Series) -> bool:
@@ -115,7 +115,7 @@ def every_pair(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     policy and baseline; each pair is there once, the full cache as a baseline only. p_holm corrects for
     all pairs at a budget.
     """
-    column = column_of(rows, metric)
+    column, about = column_of(rows, metric), describe(metric, metrics_of(rows))
     usable = rows[(rows["status"] == "ok") & rows[column].notna()]
     binary = is_binary(usable[column])
     full = usable[usable["policy"] == FULL]
@@ -130,12 +130,13 @@ def every_pair(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
             here = ~np.isnan(curves[one] + curves[other])
             if here.any():
                 both = Both(samples[here], seeds[here], curves[one][here], curves[other][here])
-                line, item = line_of(both, metric, binary)
+                line, item = line_of(both, about, binary)
                 lines.append({"budget": budget, "policy": one, "baseline": other, **line})
                 items.append(item)
     for line, (low, high) in zip(lines, intervals(items), strict=True):
         line.update(lo=low, hi=high)
     frame = pd.DataFrame(lines, columns=[name for name in COLUMNS if name not in ("task", *FLAGS)])
+    frame.attrs = rows.attrs
     for _, part in frame.groupby("budget"):
         frame.loc[part.index, "p_holm"] = holm(part["p"].tolist())
     return frame
@@ -179,15 +180,15 @@ def on_same_samples(mine: pd.DataFrame, theirs: pd.DataFrame, column: str) -> Bo
     return Both(samples, seeds, *(both[name].to_numpy(dtype=float) for name in ("mine", "theirs")))
 
 
-def line_of(both: Both, metric: str, binary: bool) -> tuple[dict[str, Any], Measured]:
+def line_of(both: Both, metric: Metric, binary: bool) -> tuple[dict[str, Any], Measured]:
     """The numbers of one comparison, and its difference for the bootstrap. binary: values are 0 or 1."""
     item = measured(both.samples, both.mine - both.theirs)
     differences: Floats = item.values if item.weights is None else item.values / item.weights
-    better = -differences if describe(metric).better == "lower" else differences
+    better = -differences if metric.better == "lower" else differences
     win, loss = int((better > 0).sum()), int((better < 0).sum())
     binary = binary and item.weights is None  # means over seeds are no yes/no answers
     test = paired_test(differences, binary)
-    line = {"metric": metric, "unit": describe(metric).unit, "mean": both.mine.mean()}
+    line = {"metric": metric.name, "unit": metric.unit, "mean": both.mine.mean()}
     line |= {"baseline_mean": both.theirs.mean(), "difference": item.estimate, "n": len(differences)}
     line |= {"win": win, "tie": len(differences) - win - loss, "loss": loss, "test": test.name, "p": test.p}
     return line | {
@@ -196,15 +197,21 @@ def line_of(both: Both, metric: str, binary: bool) -> tuple[dict[str, Any], Meas
     }, item
 
 
-def finished(lines: list[dict[str, Any]], specs: Sequence[str]) -> pd.DataFrame:
-    """Types, Holm's correction within each setting, and an order: budgets ascending, then policies."""
+def finished(lines: list[dict[str, Any]], rows: pd.DataFrame) -> pd.DataFrame:
+    """Types, Holm's correction within each setting, and an order: budgets ascending, then policies.
+
+    rows: those behind the lines, `prepared`.
+    """
+    specs = list(dict.fromkeys(rows.sort_index()["policy"]))
     names = [name for name in COLUMNS if name not in FLAGS]
     frame = pd.DataFrame(lines, columns=[*names, *SETTING[1:]])
     frame = frame.astype({"budget": "Int64", "chunk": "Int64"})
     for _, part in frame.groupby(SETTING, sort=False, dropna=False):
         frame.loc[part.index, "p_holm"] = holm(part["p"].tolist())
     order = frame.assign(policy=frame["policy"].map(specs.index)).sort_values([*SETTING, "budget", "policy"])
-    return frame.loc[order.index].reset_index(drop=True)
+    ready = frame.loc[order.index].reset_index(drop=True)
+    ready.attrs = rows.attrs
+    return ready
 
 
 def with_flags(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
@@ -213,20 +220,24 @@ def with_flags(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     full = rows[rows["spec"] == FULL]
     of_full = available(full) if len(full) else []
     ahead = [
-        _ahead(paired(rows, FULL, name), name)[on] for name in frame["metric"].unique() if name in of_full
+        _ahead(paired(rows, FULL, name), describe(name, metrics_of(rows)))[on]
+        for name in frame["metric"].unique()
+        if name in of_full
     ]
     choice = [name for name in CHOICE if name in available(rows)]
     rates = aggregate(rows, choice)[[*on, "majority", "majority_label"]].drop_duplicates(on)
     frame = frame.merge(rates, on=on, how="left")
     found = frame[on].merge(pd.concat([frame[on].head(0), *ahead]).assign(hit=True), on=on, how="left")
-    return frame.assign(
+    flagged = frame.assign(
         beats_full=found["hit"].fillna(False).astype(bool),
         below_majority=(frame["mean"] < frame["majority"]).fillna(False).astype(bool),
     )
+    flagged.attrs = rows.attrs
+    return flagged
 
 
-def _ahead(against: pd.DataFrame, metric: str) -> pd.DataFrame:
+def _ahead(against: pd.DataFrame, metric: Metric) -> pd.DataFrame:
     """The lines of a comparison with the full cache that are better by more than their interval."""
-    if describe(metric).better == "lower":
+    if metric.better == "lower":
         return against[against["hi"] < 0]
-    return against[against["lo"] > 0] if describe(metric).better == "higher" else against.head(0)
+    return against[against["lo"] > 0] if metric.better == "higher" else against.head(0)

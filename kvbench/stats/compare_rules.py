@@ -11,7 +11,9 @@ from typing import Any
 import pandas as pd
 
 from ..contract.cell import FULL
+from ..contract.metrics import describe
 from ..errors import BadInput
+from ..store.frame import metrics_of
 from .aggregate import available, check_names, column_of, prepared
 from .bootstrap import Measured, intervals
 from .compare import COLUMNS, finished, is_binary, line_of, on_same_samples, per_sample, with_flags
@@ -40,7 +42,7 @@ def compare_rules(
     for task, own in rows.groupby("task_spec", sort=False):
         there = available(own)
         main = main_metric(pd.DataFrame({"metric": there}), str(task), tasks)
-        asked = metrics or [per_sample(main), "kl"]
+        asked = metrics or [per_sample(main, metrics_of(rows)), "kl"]
         parts += [_paired(own, field, name) for name in dict.fromkeys(asked) if name in there]
     found = [part for part in parts if len(part)]
     if not found:
@@ -61,12 +63,12 @@ def _paired(rows: pd.DataFrame, field: str, metric: str) -> pd.DataFrame:
     for setting, mine, usual in _sides(usable[usable["policy"] != FULL], field):
         both = on_same_samples(mine, usual, column)
         if len(both):
-            line, item = line_of(both, metric, binary)
+            line, item = line_of(both, describe(metric, metrics_of(rows)), binary)
             lines.append({**setting, "baseline": f"{field} {USUAL[field]}", **line})
             items.append(item)
     for line, (low, high) in zip(lines, intervals(items), strict=True):
         line.update(lo=low, hi=high)
-    return finished(lines, list(dict.fromkeys(rows.sort_index()["policy"])))
+    return finished(lines, rows)
 
 
 def _sides(

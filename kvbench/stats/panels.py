@@ -10,6 +10,7 @@ import pandas as pd
 
 from ..contract.cell import FULL
 from ..contract.metrics import METRICS
+from ..store.frame import metrics_of
 
 SETTING = ["task", "model", "schedule", "chunk", "question", "template", "pins_mode"]
 RULES = {"schedule": ("schedule", "chunk"), "question": ("question",), "pins": ("pins_mode",)}
@@ -86,7 +87,7 @@ def main_metric(lines: pd.DataFrame, task: str, tasks: Mapping[str, Mapping[str,
     entry = (tasks or {}).get(task) or (tasks or {}).get(task.split(":")[0]) or {}
     if entry.get("metric") in names:
         return str(entry["metric"])
-    return next((name for name in METRICS if name in names), names[0])
+    return next((name for name in [*METRICS, *metrics_of(lines)] if name in names), names[0])
 
 
 def describe_setting(setting: Mapping[str, Any]) -> str:

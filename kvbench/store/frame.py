@@ -1,52 +1,46 @@
-"""Rows as a pandas frame, each column of one type."""
+"""Rows as a pandas frame, each column of the type that `Row` declares."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
-INTEGERS = (
-    "schema", "budget", "chunk", "seed", "context_tokens", "question_tokens", "cut_tokens", "evicted_layers",
-    "layers",
-)  # fmt: skip
-TEXTS = (
-    "key", "config", "family", "policy", "spec", "params", "task", "task_spec", "task_params", "model",
-    "schedule", "pins", "pins_mode", "question", "template", "data", "sample", "status", "reason", "note",
-    "text", "gold_label", "label",
-)  # fmt: skip
+from ..contract.metrics import Metric
+from .columns import FORMS, Form, columns
+from .row import Row
+
+STORED = "metrics"  # the attribute of a frame that holds the metrics which its runs declared
 
 
-def frame(stored: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """Text columns are plain objects, because the string type of pandas rejects lone surrogates."""
-    rows = [_flat(row) for row in stored]
-    names = dict.fromkeys([*TEXTS, *INTEGERS, "kept", *(name for row in rows for name in row)])
-    columns: dict[str, pd.Series] = {}
-    for name in names:
-        values = [row.get(name) for row in rows]
-        if name in INTEGERS:
-            columns[name] = pd.Series(values, dtype="Int64")
-        elif name == "kept" or name.startswith(("metric:", "time:")):
-            numbers = [np.nan if value is None else float(value) for value in values]
-            columns[name] = pd.Series(numbers, dtype="float64")
-        else:
-            columns[name] = pd.Series(values, dtype="object")
-    return pd.DataFrame(columns)
+def frame(rows: Sequence[Row], runs: Sequence[str], stored: Mapping[str, Metric]) -> pd.DataFrame:
+    """A column per field and axis, then `metric:NAME` and `time:NAME`, then `run`.
+
+    runs: the folder of each row. stored: metrics that the runs declared.
+    """
+    found: dict[str, pd.Series] = {}
+    for column in columns():
+        if column.name not in ("metrics", "times"):
+            name = column.name
+            values = [row.settings[name] if column.is_axis else getattr(row, name) for row in rows]
+            found[name] = _series(values, column.form)
+    for prefix in ("metric", "time"):
+        measured: list[Mapping[str, float]] = [getattr(row, f"{prefix}s") for row in rows]
+        for name in dict.fromkeys(name for one in measured for name in one):
+            found[f"{prefix}:{name}"] = _series([one.get(name) for one in measured], FORMS[float])
+    made = pd.DataFrame({**found, "run": pd.Series(list(runs), dtype="object")})
+    made.attrs[STORED] = dict(stored)
+    return made
 
 
-def _flat(row: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in row.items():
-        if name in ("metrics", "times"):
-            prefix = name[:-1]
-            flat.update({f"{prefix}:{key}": number for key, number in (value or {}).items()})
-        elif name == "pins":
-            flat[name] = None if value is None else ",".join(str(number) for number in value)
-        elif isinstance(value, dict | list):
-            flat[name] = json.dumps(value, sort_keys=True)
-        else:
-            flat[name] = value
-    return flat
+def metrics_of(lines: pd.DataFrame) -> Mapping[str, Metric]:
+    """The metrics that the runs behind these rows, or lines made of them, declared."""
+    declared: Mapping[str, Metric] = lines.attrs.get(STORED, {})
+    return declared
+
+
+def _series(values: list[Any], form: Form) -> pd.Series:
+    if form.show is not None:
+        values = [None if value is None else form.show(value) for value in values]
+    return pd.Series(values, dtype=form.dtype)

@@ -15,9 +15,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..contract.files import replace_file
+from ..contract.metrics import Metric, load_metrics
 from ..errors import StoreError
+from .row import SCHEMA
 
-SCHEMA = 1  # of rows and manifest; older ones stay readable
 MANIFEST = "manifest.json"
 PACKAGES = ("torch", "transformers", "lm_eval", "kvbench")
 
@@ -76,6 +78,14 @@ def prepare_manifest(
     return notes
 
 
+def stored_metrics(manifest: Mapping[str, Any]) -> dict[str, Metric]:
+    """The metrics that the tasks of a run declared. Raises: StoreError."""
+    section = manifest.get("metrics", {})
+    if not isinstance(section, dict):
+        raise StoreError(f"the metrics of a {MANIFEST} are {section!r:.60}: restore it")
+    return load_metrics(section)
+
+
 def shown_data(data: bytes) -> str:
     """What a figure says about the file of numbers that it shows."""
     return f"kvbench data sha256 {hashlib.sha256(data).hexdigest()}"
@@ -116,13 +126,8 @@ def _show(leaves: Mapping[str, Any], name: str) -> str:
 
 
 def _write(file: Path, manifest: Mapping[str, Any]) -> None:
-    """Replace the file in one step: a reader sees the old one or the new one."""
-    draft = file.with_name(file.name + ".tmp")
-    with open(draft, "w", encoding="utf-8") as stream:
-        stream.write(json.dumps(manifest, indent=2, ensure_ascii=True) + "\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(draft, file)
+    text = json.dumps(manifest, indent=2, ensure_ascii=True) + "\n"
+    replace_file(file, lambda draft: draft.write_text(text, encoding="utf-8"))
 
 
 def _command() -> str:

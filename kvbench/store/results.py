@@ -16,17 +16,21 @@ from typing import Any
 
 import pandas as pd
 
-from ..contract.metrics import restore
+from ..contract.files import replace_file
+from ..contract.metrics import Metric
 from ..errors import StoreError
 from .frame import frame
-from .manifest import MANIFEST, SCHEMA, note_run, prepare_manifest, read_manifest
-from .row_files import PACKED, ROWS, check, digest, parse, stored_bytes, stored_rows
+from .manifest import MANIFEST, note_run, prepare_manifest, read_manifest, stored_metrics
+from .row import SCHEMA, Row
+from .row_files import PACKED, ROWS, digest, line_of, parse, stored_bytes, stored_rows
+from .row_reader import RowReader
 
 __all__ = [
     "PACKED",
     "ROWS",
     "SCHEMA",
     "TORN",
+    "Row",
     "Store",
     "check_writable",
     "read_manifest",
@@ -122,16 +126,11 @@ class Store:
             os.ftruncate(self._rows, whole)
             os.fsync(self._rows)
         for row in parse(rows, data[:whole]):
-            self._remember({row["key"]: (row["status"], digest(row))})
+            self._remember({row.key: (row.status, digest(row))})
 
     def _unpack(self, data: bytes) -> None:
         """Replace packed rows by plain ones; the packed ones go when the others are safely there."""
-        draft = self.path / (ROWS + ".tmp")
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, self.path / ROWS)
+        replace_file(self.path / ROWS, lambda draft: draft.write_bytes(data))
         _sync_folder(self.path)
         (self.path / PACKED).unlink()
         self.notes.append(f"{self.path / PACKED} was unpacked to {ROWS}, to be added to")
@@ -146,32 +145,31 @@ class Store:
             "its sample is computed again"
         )
 
-    def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
+    def append(self, rows: Sequence[Row]) -> None:
         """Write the rows of one sample, all or none: one write, then fsync.
 
         A row already there with equal content (times aside) is not written again; a failed one is
-        superseded. Raises: StoreError when a key already has other content, when a row is not plain
-        JSON, or when the disk refuses; then none of these rows is in the folder.
+        superseded. Raises: StoreError when a key already has other content, when a row cannot be read
+        back, or when the disk refuses; then none of these rows is in the folder.
         """
         if self._rows is None:
             raise StoreError(f"{self.path} is closed for writing: open it again with Store.open")
         fresh: dict[str, tuple[str, str]] = {}
         lines: list[str] = []
-        for given in rows:
-            row = {"schema": SCHEMA, **given}
-            check(row)
-            key, entry = row["key"], (row["status"], digest(row))
-            known = fresh.get(key) or self._seen.get(key)
+        for row in rows:
+            line = line_of(row)
+            entry = row.status, digest(RowReader().read(json.loads(line)))
+            known = fresh.get(row.key) or self._seen.get(row.key)
             if known == entry:
                 continue
             if known is not None and known[0] != "failed":
                 raise StoreError(
-                    f"{self.path}: row {key} ({row.get('spec')}, sample {row.get('sample')!r}) is there "
+                    f"{self.path}: row {row.key} ({row.spec}, sample {row.sample!r}) is there "
                     "with other content. The same configuration gave two results: use another --out, "
                     "and report it if nothing but the time has changed"
                 )
-            fresh[key] = entry
-            lines.append(json.dumps(row, ensure_ascii=True, separators=(",", ":")))
+            fresh[row.key] = entry
+            lines.append(line)
         if lines:
             self._write(("\n".join(lines) + "\n").encode("ascii"))
             self._remember(fresh)
@@ -247,16 +245,17 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     A policy's own pins may be what another rule pins, too: such rows have one key and belong to both rules.
     Columns: the row's fields, `metric:NAME` and `time:NAME` (float, NaN where absent). Parameters are
     JSON text, pins "first,last"; budget and chunk are Int64 with NA; run is the folder as it was named.
-    Strings stay strings. Metrics that the runs declared are known afterwards (see metrics.py).
-    Raises: StoreError when a folder has no rows, or rows of a newer kvbench.
+    Strings stay strings. The frame also carries the metrics that the runs declared (see `metrics_of`).
+    Raises: StoreError when a folder has no rows, damaged ones, or rows of a newer kvbench.
     """
     several = [paths] if isinstance(paths, str | Path) else list(paths)
-    rows: dict[tuple[str, Any], dict[str, Any]] = {}
+    rows: dict[tuple[str, str], tuple[Row, str]] = {}
+    stored: dict[str, Metric] = {}
     for path in map(Path, several):
         file = path if path.suffix == ".jsonl" else path / ROWS
         data = stored_bytes(file.parent, file.name)
         lines = parse(file, data[: data.rfind(b"\n") + 1])
-        found = {(row["key"], row.get("pins_mode")): {**row, "run": str(path)} for row in lines}
+        found = {(row.key, row.pins_mode): (row, str(path)) for row in lines}
         if not found:
             raise StoreError(
                 f"no rows in {path}: make some with `kvbench run --policy all --task boolq "
@@ -264,8 +263,8 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
             )
         rows.update(found)
         if (file.parent / MANIFEST).is_file():
-            restore(read_manifest(file.parent).get("metrics", {}))
-    return frame(rows.values())
+            stored = {**stored_metrics(read_manifest(file.parent)), **stored}
+    return frame([row for row, _ in rows.values()], [run for _, run in rows.values()], stored)
 
 
 def _sync_folder(path: Path) -> None:

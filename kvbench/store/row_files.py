@@ -6,20 +6,19 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from ..errors import StoreError
-from .manifest import SCHEMA
+from .row import Row
+from .row_reader import RowReader
 
 ROWS = "rows.jsonl"
 PACKED = "rows.jsonl.gz"
-STATUSES = ("ok", "skipped", "failed")
 
 
-def stored_rows(path: str | Path) -> tuple[list[dict[str, Any]], bytes]:
-    """Every row of a run folder as it was written, in order, and what follows the last whole line.
+def stored_rows(path: str | Path) -> tuple[list[Row], bytes]:
+    """Every row of a run folder in the order of writing, and what follows the last whole line.
 
     Raises: StoreError when there are none, or rows of a newer kvbench.
     """
@@ -48,37 +47,29 @@ def stored_bytes(folder: Path, name: str = ROWS) -> bytes:
         ) from error
 
 
-def parse(file: Path, data: bytes) -> Iterator[dict[str, Any]]:
+def parse(file: Path, data: bytes) -> Iterator[Row]:
     """Rows of a file that ends in a newline. Raises: StoreError naming the line."""
+    reader = RowReader()
     for number, line in enumerate(data.split(b"\n")[:-1], start=1):
         try:
-            row = json.loads(line)
-            check(row)
-        except ValueError as error:
+            yield reader.read(json.loads(line))
+        except (ValueError, RecursionError) as error:
             raise StoreError(
                 f"{file}, line {number} is not JSON: move that line elsewhere and run the same command again"
             ) from error
         except StoreError as error:
             raise StoreError(f"{file}, line {number}: {error}") from error
-        yield row
 
 
-def check(row: Any) -> None:
-    if not isinstance(row, dict) or not isinstance(row.get("key"), str):
-        raise StoreError("not a kvbench row (no key): move the line elsewhere and run again")
-    if not isinstance(row.get("schema"), int) or row["schema"] > SCHEMA:
-        raise StoreError(
-            f"row schema {row.get('schema')}, but this kvbench reads up to {SCHEMA}: upgrade kvbench"
-        )
-    if row.get("status") not in STATUSES:
-        raise StoreError(f"status {row.get('status')!r}: must be one of {', '.join(STATUSES)}")
-
-
-def digest(row: Mapping[str, Any]) -> str:
-    """Identity of a row's content; times differ between equal runs and do not count."""
+def line_of(row: Row) -> str:
+    """A row as a line of JSON. Raises: StoreError for what JSON has no word for."""
     try:
-        text = json.dumps({k: v for k, v in row.items() if k != "times"}, sort_keys=True)
-        json.dumps(row.get("times"))
+        return json.dumps(row.as_dict(), ensure_ascii=True, separators=(",", ":"))
     except TypeError as error:
-        raise StoreError(f"row {row['key']} cannot be stored: {error}; use plain Python values") from error
-    return hashlib.sha256(text.encode()).hexdigest()
+        raise StoreError(f"row {row.key} cannot be stored: {error}; use plain Python values") from error
+
+
+def digest(row: Row) -> str:
+    """Identity of a row's content; times differ between equal runs and do not count."""
+    content = {name: value for name, value in row.as_dict().items() if name not in ("schema", "times")}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,6 +1,6 @@
 """Workers on a Ray cluster: each holds a model, takes one job at a time, and may die.
 
-A job whose worker died is tried again by another one, at most TRIES times in all; then it is `Lost`.
+A job whose worker died is tried again by another one, at most TRIES times in all; then it is `LostJob`.
 A worker that dies is replaced as long as there is work.
 """
 
@@ -19,7 +19,7 @@ import torch
 from ..contract.registry import POLICIES, TASKS
 from ..errors import BadInput, KvbenchError, WorkersLost
 from ..model.memory import peak_bytes
-from .executors import RAY_INSTALL, Executor, Hold, Lost, Work
+from .executors import RAY_INSTALL, Executor, Hold, LostJob, Work
 
 if TYPE_CHECKING:
     from ..model.open import OpenModel
@@ -237,7 +237,7 @@ class _Crew:
             self.deaths[index] += 1
             if self.deaths[index] >= TRIES:
                 self.open.discard(index)
-                yield index, Lost(f"its worker died {TRIES} times, the last time so: {told}")
+                yield index, LostJob(f"its worker died {TRIES} times, the last time so: {told}")
             else:
                 self.todo.appendleft(index)
         if len(self.doing) + len(self.idle) < min(self.size, len(self.open)):

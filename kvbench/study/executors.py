@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
-class Lost:
+class LostJob:
     """A job that no worker finished, because those who tried died. reason: in words, for a row."""
 
     reason: str
@@ -51,7 +51,7 @@ class Executor(ABC):
 
     @abstractmethod
     def compute(self, hold: Hold, work: Work, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
-        """(index, result or Lost) of every job, in the order in which they finish.
+        """(index, result or LostJob) of every job, in the order in which they finish.
 
         An error that `hold` or `work` raises is raised here.
         """

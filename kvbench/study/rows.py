@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Set
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..contract.cell import Cell
-from ..contract.identity import IN_MANIFEST, fingerprint
 from ..contract.registry import spec_of
 from ..contract.task import Sample, guarded
 from ..errors import PluginError
+from ..store.row import Row
 
 if TYPE_CHECKING:
     from ..engine.measure import Measurement
     from ..model.open import LoadedModel
     from ..model.prompt import Prompt
-    from .samples import Work
+    from .workload import Workload
 
 NO_CONTEXT = (
     "nothing precedes the question, so with it withheld there is no context to evict, at most a template"
@@ -24,81 +25,70 @@ NO_CONTEXT = (
 
 
 def sample_rows(
-    work: Work, lm: LoadedModel, sample: Sample, prompt: Prompt | str, wanted: Set[str]
-) -> list[dict[str, Any]]:
+    work: Workload, lm: LoadedModel, sample: Sample, prompt: Prompt | str, wanted: Set[str]
+) -> list[Row]:
     """Evaluate the cells behind the wanted keys; a skipped sample gives its reason in each of its rows."""
     from ..contract.draws import draw_key
     from ..engine.evaluate import evaluate
     from ..engine.measure import Failure
 
-    missing = _cells(work, sample, wanted)
     if isinstance(prompt, str):
-        return [_known(work, cell, sample) | {"status": "skipped", "reason": prompt} for cell in missing]
+        return _unmeasured(work, sample, wanted, "skipped", prompt)
+    missing = _cells(work, sample, wanted)
     key = draw_key(work.config.seed, spec_of(work.plan.task), sample.id)
     found = evaluate(lm, sample, prompt, missing, key, work.config.draft)
     rows = []
     for cell in missing:
-        row = _known(work, cell, sample)
-        row |= {"context_tokens": len(prompt.context), "question_tokens": len(prompt.question)}
+        row = replace(
+            _blank(work, cell, sample),
+            context_tokens=len(prompt.context),
+            question_tokens=len(prompt.question),
+        )
         measured = found.cells[cell]
         if isinstance(measured, Failure):
-            rows.append(row | {"status": "failed", "reason": measured.reason})
+            rows.append(replace(row, status="failed", reason=measured.reason))
             continue
         try:
-            rows.append(row | _measured(work, cell, sample, measured, found.full))
+            rows.append(replace(row, **_measurements(work, cell, sample, measured, found.full)))
         except PluginError as error:
-            rows.append(row | {"status": "failed", "reason": str(error)})
+            rows.append(replace(row, status="failed", reason=str(error)))
     return rows
 
 
-def failed_rows(work: Work, sample: Sample, wanted: Set[str], reason: str) -> list[dict[str, Any]]:
+def failed_rows(work: Workload, sample: Sample, wanted: Set[str], reason: str) -> list[Row]:
     """The wanted rows of a sample that could not be computed."""
-    cells = _cells(work, sample, wanted)
-    return [_known(work, cell, sample) | {"status": "failed", "reason": reason} for cell in cells]
+    return _unmeasured(work, sample, wanted, "failed", reason)
 
 
-def _cells(work: Work, sample: Sample, wanted: Set[str]) -> list[Cell]:
+def _unmeasured(work: Workload, sample: Sample, wanted: Set[str], status: str, reason: str) -> list[Row]:
+    blanks = [_blank(work, cell, sample) for cell in _cells(work, sample, wanted)]
+    return [replace(row, status=status, reason=reason) for row in blanks]
+
+
+def _cells(work: Workload, sample: Sample, wanted: Set[str]) -> list[Cell]:
     return [cell for cell in work.plan.all_cells if work.key(cell, sample) in wanted]
 
 
-def _known(work: Work, cell: Cell, sample: Sample) -> dict[str, Any]:
-    """The part of a row that is known before anything is measured."""
-    geometry = work.opened.geometry
-    settings = work.configuration(cell)
-    config = fingerprint(settings)
-    for name in IN_MANIFEST:
-        settings.pop(name)  # the row's config hash covers them
-    return {
-        "key": work.key(cell, sample),
-        "config": config,
-        "family": work.family(cell),
-        **settings,
-        "spec": cell.spec,
-        "task_spec": spec_of(work.plan.task),
-        "data": work.source,
-        "pins_mode": "none" if cell.budget is None else work.plan.pins,
-        "sample": sample.id,
-        "context_tokens": None,
-        "question_tokens": None,
-        "cut_tokens": sample.cut,
-        "kept": None,
-        "peak": None,
-        "layers": geometry.layers,
-        "evicted_layers": 0 if cell.budget is None else len(geometry.full_layers),
-        "status": "ok",
-        "reason": "",
-        "note": "; ".join(filter(None, _notes(work, cell, sample))),
-        "text": "",
-        "gold_label": guarded(
-            work.plan.task, f"to label sample {sample.id!r}", lambda: work.plan.task.label(sample)
-        ),
-        "label": None,
-        "metrics": {},
-        "times": {},
-    }
+def _blank(work: Workload, cell: Cell, sample: Sample) -> Row:
+    """A row with what is known before anything is measured."""
+    geometry, task = work.opened.geometry, work.plan.task
+    return Row.of(
+        work.configuration(cell),
+        sample.id,
+        family=work.family(cell),
+        spec=cell.spec,
+        task_spec=spec_of(task),
+        data=work.samples.source,
+        pins_mode="none" if cell.budget is None else work.plan.pins,
+        cut_tokens=sample.cut,
+        layers=geometry.layers,
+        evicted_layers=0 if cell.budget is None else len(geometry.full_layers),
+        note="; ".join(filter(None, _notes(work, cell, sample))),
+        gold_label=guarded(task, f"to label sample {sample.id!r}", lambda: task.label(sample)),
+    )
 
 
-def _notes(work: Work, cell: Cell, sample: Sample) -> list[str]:
+def _notes(work: Workload, cell: Cell, sample: Sample) -> list[str]:
     """What a reader of the row must know, beside its numbers."""
     notes = [sample.note]
     if (sample.bare or not sample.context) and work.plan.question == "withheld":
@@ -108,8 +98,8 @@ def _notes(work: Work, cell: Cell, sample: Sample) -> list[str]:
     return notes
 
 
-def _measured(
-    work: Work, cell: Cell, sample: Sample, measured: Measurement, full: Measurement
+def _measurements(
+    work: Workload, cell: Cell, sample: Sample, measured: Measurement, full: Measurement
 ) -> dict[str, Any]:
     """The measured part of a row. Raises: PluginError for a task's scoring that fails, or is no number."""
     outcome, task = measured.outcome, work.plan.task

@@ -10,28 +10,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pandas as pd
 
 from ..contract.cell import FULL
 from ..contract.identity import fingerprint
 from ..contract.look import style_of
-from ..contract.metrics import added
+from ..contract.metrics import dump_metrics
 from ..contract.policy import Policy
 from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
 from ..contract.task import Sample, Task
 from ..errors import BadInput
 from ..stats.aggregate import aggregate
 from ..store.files import file_name
-from ..store.results import Store, check_writable, read_rows
+from ..store.results import Row, Store, check_writable, read_rows
 from .config import RunConfig
-from .executors import Executor, Local, Lost
+from .executors import Executor, Local, LostJob
 from .interrupt import deferred_interrupt
 from .plan import check_data, check_fits, plan_task
 from .progress import progress as progress_bar
 from .rows import failed_rows, sample_rows
-from .samples import Work
+from .workload import Workload
 
 if TYPE_CHECKING:
     from ..model.open import LoadedModel, OpenModel
@@ -85,7 +85,7 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
     opened = executor.open(config.model, config.device, config.dtype)
     policies, left_out = _fitting(config, policies, opened)
     work = [
-        Work.build(one, plan_task(one, task, policies), opened)
+        Workload.build(one, plan_task(one, task, policies), opened)
         for task in tasks
         for one in config.of_each_seed()
     ]
@@ -99,8 +99,8 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
     extra = {
         "style": style_of(policies),
         "tasks": {spec_of(item.plan.task): item.info for item in work},
-        "data": {item.sha256: item.data for item in work},
-        "metrics": added(),
+        "data": {item.samples.sha256: item.data for item in work},
+        "metrics": dump_metrics(),
     }
     with Store.open(path, fixed, extra, config.as_dict()) as store:
         jobs = [Job(index, *found) for index, item in enumerate(work) for found in item.missing(store.done)]
@@ -113,7 +113,7 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
 
 
 def _compute(
-    work: list[Work],
+    work: list[Workload],
     jobs: list[Job],
     opened: OpenModel,
     executor: Executor,
@@ -121,15 +121,15 @@ def _compute(
     advance: Callable[[str], None],
 ) -> None:
     """Compute and store the rows of every job, as they come."""
-    plans = [replace(item, items=[]) for item in work]  # samples travel in the jobs
+    plans = [replace(item, samples=replace(item.samples, items=[])) for item in work]  # they travel in jobs
     with deferred_interrupt() as interrupt:
         found = executor.compute(opened.load, partial(_rows_of, plans), jobs)
         for index, rows in interrupt.between(found):
             job = jobs[index]
             item = work[job.task]
-            if isinstance(rows, Lost):
+            if isinstance(rows, LostJob):
                 rows = failed_rows(item, job.sample, job.wanted, rows.reason)
-            elif {row["key"] for row in rows} != job.wanted:
+            elif {row.key for row in rows} != job.wanted:
                 raise BadInput(
                     f"a worker computed sample '{job.sample.id}' with other weights or another kvbench: give "
                     "every machine the same files and the same version"
@@ -138,7 +138,7 @@ def _compute(
             advance(item.plan.task.name)
 
 
-def _rows_of(plans: list[Work], lm: LoadedModel, job: Job) -> list[dict[str, Any]]:
+def _rows_of(plans: list[Workload], lm: LoadedModel, job: Job) -> list[Row]:
     return sample_rows(plans[job.task], lm, job.sample, job.prompt, job.wanted)
 
 
@@ -181,15 +181,15 @@ def _default_folder(config: RunConfig) -> Path:
     return Path("results") / f"{names[:60]}-{model[-40:]}-{fingerprint(own)[:8]}"
 
 
-def _sources(work: list[Work]) -> list[str]:
+def _sources(work: list[Workload]) -> list[str]:
     """Where the samples come from, tasks of one source together."""
     tasks: dict[str, list[str]] = {}
     for item in work:
-        tasks.setdefault(item.source, []).append(spec_of(item.plan.task))
+        tasks.setdefault(item.samples.source, []).append(spec_of(item.plan.task))
     return [f"data of {', '.join(names)}: {source}" for source, names in tasks.items()]
 
 
-def _result(path: Path, work: list[Work], notes: list[str], peak: int) -> RunResult:
+def _result(path: Path, work: list[Workload], notes: list[str], peak: int) -> RunResult:
     """Rows and aggregates of this configuration; other rows of the folder stay out."""
     rows = read_rows(path)
     keys = set().union(*(item.keys() for item in work))

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvbench.contract.policy import TrainedFor
-from kvbench.contract.weights import file_state, replace_file
+from kvbench.contract.weights import file_state, save_tensors
 from kvbench.errors import BadInput
 
 CARD, FITS = "card", "trained_for"
@@ -37,7 +37,7 @@ class SoftTokens:
 def write_tokens(path: Path, tokens: SoftTokens) -> None:
     """Store soft tokens, float32, with their card as metadata."""
     metadata = {CARD: json.dumps(tokens.card), FITS: json.dumps(vars(tokens.trained_for))}
-    replace_file(path, {"embeddings": tokens.embeddings.detach().cpu().float().contiguous()}, metadata)
+    save_tensors(path, {"embeddings": tokens.embeddings.detach().cpu().float().contiguous()}, metadata)
 
 
 def load(path: Path) -> SoftTokens:

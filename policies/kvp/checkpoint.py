@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from kvbench.contract.weights import replace_file
+from kvbench.contract.weights import save_tensors
 from kvbench.errors import BadInput
 
 from .scorer import ScorerShape, ScorerWeights
@@ -24,7 +24,7 @@ def write_weights(path: Path, weights: ScorerWeights, shape: ScorerShape, card: 
         name: (tensor.half() if name in ("w1", "w2") else tensor).contiguous()
         for name, tensor in weights.tensors().items()
     }
-    replace_file(path, tensors, {CARD: json.dumps(card), SHAPE: json.dumps(asdict(shape))})
+    save_tensors(path, tensors, {CARD: json.dumps(card), SHAPE: json.dumps(asdict(shape))})
 
 
 def read_weights(path: Path) -> tuple[ScorerWeights, ScorerShape, dict[str, Any]]:

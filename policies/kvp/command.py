@@ -13,7 +13,7 @@ from kvbench.errors import WorkersLost
 from kvbench.learn.trace import TraceSet
 from kvbench.learn.training import Report, Trainer, commands
 from kvbench.store.results import check_writable
-from kvbench.study.executors import Executor, Lost
+from kvbench.study.executors import Executor, LostJob
 
 from .checkpoint import write_weights
 from .course import TrainingSet
@@ -76,7 +76,7 @@ def train_sharded(
     results: dict[int, tuple[ScorerWeights, float]] = {}
     for index, found in executor.compute(partial(TraceSet, folder.absolute()), work, parts):
         layers = parts[index]
-        if isinstance(found, Lost):
+        if isinstance(found, LostJob):
             raise WorkersLost(f"{_told(layers)} could not be trained: {found.reason}")
         results[index] = found
         report(f"{_told(layers)}: validation cost {found[1]:.3f}")

@@ -27,7 +27,7 @@ from kvbench.policies.kvp.objectives import OBJECTIVES, BudgetWeighting, Step, o
 from kvbench.policies.kvp.recipe import RECIPES, KVPRecipe
 from kvbench.policies.kvp.scorer import ScorerWeights, scores
 from kvbench.policies.kvp.train import clip_each_agent, standardise, train, validation_cost
-from kvbench.study.executors import Hold, Local, Lost, Work
+from kvbench.study.executors import Hold, Local, LostJob, Work
 from tests.kvp import make
 from tests.kvp.make import KV_HEADS, LAYERS, QUICK
 
@@ -349,7 +349,7 @@ def test_sharded_training_writes_the_same_file(synthetic: TraceSet, tmp_path: Pa
 def test_lost_layers_are_named_and_one_piece_is_refused(synthetic: TraceSet, tmp_path: Path) -> None:
     class Losing(Local):
         def compute(self, hold: Hold, work: Work, jobs: Any) -> Iterator[tuple[int, Any]]:
-            yield 0, Lost("its worker died")
+            yield 0, LostJob("its worker died")
 
     with pytest.raises(WorkersLost, match="layers 0 to 1 could not be trained: its worker died"):
         command.train_sharded(QUICK, synthetic.folder, tmp_path / "x.safetensors", print, Losing())

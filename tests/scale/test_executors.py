@@ -19,7 +19,7 @@ from kvbench.learn.collect import TraceConfig, collect
 from kvbench.learn.trace import TraceSet
 from kvbench.model.open import OpenModel, open_model
 from kvbench.store.results import read_manifest
-from kvbench.study.executors import Executor, Hold, Local, Lost, Work, in_order
+from kvbench.study.executors import Executor, Hold, Local, LostJob, Work, in_order
 from tests.laws import toy
 from tests.laws.runs import by_key, config, lines
 from tests.scale import jobs
@@ -36,7 +36,7 @@ class Backwards(Local):
         work = pickle.loads(pickle.dumps(work))
         for index in reversed(range(len(jobs))):
             job = pickle.loads(pickle.dumps(jobs[index]))
-            yield index, Lost("its worker died") if index in self.lost else work(held, job)
+            yield index, LostJob("its worker died") if index in self.lost else work(held, job)
 
 
 def test_local_computes_in_order() -> None:

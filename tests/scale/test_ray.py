@@ -21,7 +21,7 @@ from kvbench.learn.collect import collect
 from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.command import train_file, train_sharded
 from kvbench.store.results import Store, read_manifest
-from kvbench.study.executors import Lost
+from kvbench.study.executors import LostJob
 from tests.kvp import make
 from tests.laws.runs import by_key, lines
 from tests.scale import jobs
@@ -123,7 +123,7 @@ def test_who_dies_once_is_tried_again_and_who_kills_is_given_up(
     work = [0, 1, 2, 3, tmp_path / "once", 5]
     found = dict(RayExecutor(workers=2).compute(jobs.hold, jobs.deadly, work))
     lost = found.pop(3)
-    assert isinstance(lost, Lost)
+    assert isinstance(lost, LostJob)
     assert "died 2 times" in lost.reason
     assert found == {0: 0, 1: 2, 2: 4, 4: "once", 5: 10}
     told = capfd.readouterr()

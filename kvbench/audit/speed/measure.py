@@ -7,7 +7,7 @@ not depend on what is read, so the prompt is filler text, cut to an exact number
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +26,11 @@ from ...model.geometry import Geometry
 from ...model.memory import can_reset
 from ...model.open import LoadedModel, OpenModel, open_model
 from ...store.manifest import machine
-from ...store.results import Store, check_writable, read_rows
+from ...store.results import Row, Store, check_writable, read_rows
 from ...study.plan import check_fits
 from ...study.progress import progress as progress_bar
 from .flops import matmul_rate, prefill_flops
-from .stages import PassTimes, Stages, run_stages
+from .stages import PassTimes, run_stages
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,14 +162,14 @@ class _SpeedPlan:
                 yield length, repeat
 
     def keys(self, length: int, repeat: int) -> set[str]:
-        return {self.known(cell, length, repeat)["key"] for cell in (self.full, *self.cells)}
+        return {self.blank(cell, length, repeat).key for cell in (self.full, *self.cells)}
 
     def all_keys(self) -> set[str]:
         return set().union(*(self.keys(*item) for item in self.passes()))
 
-    def known(self, cell: Cell, length: int, repeat: int) -> dict[str, Any]:
-        """The part of a row that is known before anything is measured."""
-        settings = {
+    def blank(self, cell: Cell, length: int, repeat: int) -> Row:
+        """A row with what is known before anything is measured; what it comes from is this machine."""
+        configuration = {
             **cell.as_dict(),
             "weights": cell.policy.identity if cell.policy else "",
             "task": TASK,
@@ -179,22 +179,17 @@ class _SpeedPlan:
             "template": "none",
             "seed": 0,
         }
-        identity = fingerprint([settings, self.fixed])
-        sample = f"repeat-{repeat}"
-        return {
-            "key": fingerprint([identity, sample]),
-            "config": identity,
-            **settings,
-            "spec": cell.spec,
-            "task_spec": f"{TASK}:length={length}",
-            "pins_mode": "native" if cell.policy else "none",
-            "sample": sample,
-            "context_tokens": length,
-            "layers": self.geometry.layers,
-            "evicted_layers": len(self.geometry.full_layers) if cell.policy else 0,
-            "status": "ok",
-            "reason": "",
-        }
+        return Row.of(
+            configuration,
+            f"repeat-{repeat}",
+            source=self.fixed,
+            spec=cell.spec,
+            task_spec=f"{TASK}:length={length}",
+            pins_mode="native" if cell.policy else "none",
+            context_tokens=length,
+            layers=self.geometry.layers,
+            evicted_layers=len(self.geometry.full_layers) if cell.policy else 0,
+        )
 
 
 def _measure(
@@ -205,12 +200,12 @@ def _measure(
     run_stages(lm, ids[:WARM_UP], plan.cells, 2)
     with progress_bar(progress, len(missing), "passes") as advance:
         for length, repeat in missing:
-            wanted = [one for one in plan.cells if plan.known(one, length, repeat)["key"] not in store.done]
+            wanted = [one for one in plan.cells if plan.blank(one, length, repeat).key not in store.done]
             passed = run_stages(lm, ids[:length], wanted, config.new_tokens)
             rate = matmul_rate(lm.device, lm.dtype)
             rows = [_full_row(plan, lm, passed, (length, repeat), rate)]
             rows += [_row(plan, passed, cell, (length, repeat)) for cell in wanted]
-            store.append([row for row in rows if row["key"] not in store.done])
+            store.append([row for row in rows if row.key not in store.done])
             advance(f"{length} tokens")
 
 
@@ -223,40 +218,42 @@ def _filler_ids(lm: LoadedModel, count: int) -> Tensor:
 
 def _full_row(
     plan: _SpeedPlan, lm: LoadedModel, passed: PassTimes, item: tuple[int, int], rate: float
-) -> dict[str, Any]:
+) -> Row:
     """The cache without eviction: prefill and decoding, and what the device can do."""
-    row = plan.known(plan.full, *item) | _held(passed.full)
-    row["metrics"]["prefill_flops"] = prefill_flops(lm, item[0])
-    row["times"] = {
-        "prefill_s": passed.prefill.seconds,
-        "matmul_rate": rate,
-        "decode_rate": plan.config.new_tokens / passed.full.decode.seconds,
-        **_peak(max(passed.prefill.peak, passed.full.peak)),
-    }
-    return row
+    full = passed.full
+    return replace(
+        plan.blank(plan.full, *item),
+        kept=full.kept,
+        metrics={"kv_bytes": full.kv_bytes, "prefill_flops": prefill_flops(lm, item[0])},
+        times={
+            "prefill_s": passed.prefill.seconds,
+            "matmul_rate": rate,
+            "decode_rate": plan.config.new_tokens / full.decode.seconds,
+            **_peak(max(passed.prefill.peak, full.peak)),
+        },
+    )
 
 
-def _row(plan: _SpeedPlan, passed: PassTimes, cell: Cell, item: tuple[int, int]) -> dict[str, Any]:
+def _row(plan: _SpeedPlan, passed: PassTimes, cell: Cell, item: tuple[int, int]) -> Row:
     """One policy; its peak is that of the prefill where the policy itself needs less."""
     stages = passed.policies[cell]
-    row = plan.known(cell, *item)
+    row = plan.blank(cell, *item)
     if stages.failed:
-        return row | {"status": "failed", "reason": stages.failed}
-    row |= _held(stages) | {"score_layers_s": stages.score}
-    row["metrics"]["score_flops"] = stages.score_flops
-    row["times"] = {
-        "prefill_s": passed.prefill.seconds,
-        "score_s": stages.scoring.seconds,
-        "rank_s": stages.rank.seconds,
-        "compact_s": stages.compact.seconds,
-        "decode_rate": plan.config.new_tokens / stages.decode.seconds,
-        **_peak(max(passed.prefill.peak, stages.peak)),
-    }
-    return row
-
-
-def _held(stages: Stages) -> dict[str, Any]:
-    return {"kept": stages.kept, "metrics": {"kv_bytes": stages.kv_bytes}}
+        return replace(row, status="failed", reason=stages.failed)
+    return replace(
+        row,
+        kept=stages.kept,
+        score_layers_s=stages.score,
+        metrics={"kv_bytes": stages.kv_bytes, "score_flops": stages.score_flops},
+        times={
+            "prefill_s": passed.prefill.seconds,
+            "score_s": stages.scoring.seconds,
+            "rank_s": stages.rank.seconds,
+            "compact_s": stages.compact.seconds,
+            "decode_rate": plan.config.new_tokens / stages.decode.seconds,
+            **_peak(max(passed.prefill.peak, stages.peak)),
+        },
+    )
 
 
 def _peak(count: int) -> dict[str, int]:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 import pandas as pd
 
-from ...contract.metrics import describe
+from ...contract.metrics import Metric
 from ...stats.compare import CHOICE
 from ...stats.panels import short
 from ...stats.significance import ALPHA, holm
@@ -41,7 +41,7 @@ class Best:
 
 def best_of(panel: Panel, metric: str) -> list[Best]:
     """One entry per budget with two policies or more; none for a metric without a better side."""
-    better = describe(metric).better
+    better = panel.about(metric).better
     if better == "none":
         return []
     lines = panel.of(metric)
@@ -58,7 +58,7 @@ def best_of(panel: Panel, metric: str) -> list[Best]:
         worse = _worse(panel.pairs(metric), budget, leaders[0], others, better)
         tied = tuple(label for label in others if label not in worse)
         pinned = cells[cells["only_pins"] & ~cells["label"].isin(worse)]["label"]
-        value = mean_text(equal.iloc[0], metric)
+        value = mean_text(equal.iloc[0], panel.about(metric))
         rest = tuple(label for label in others if label in worse)
         found.append(Best(budget, tuple(leaders), tied, rest, value, tuple(pinned)))
     return found
@@ -91,7 +91,7 @@ def _worse(pairs: pd.DataFrame, budget: int, best: str, others: Sequence[str], b
     }
 
 
-def mean_text(line: pd.Series, metric: str) -> str:
+def mean_text(line: pd.Series, metric: Metric) -> str:
     """ "0.58 [0.38,0.79]", without an interval that has no width at this precision."""
     text, low, high = (number(line[name], metric) for name in ("mean", "lo", "hi"))
     return text if low == high else f"{text} [{low},{high}]"
@@ -105,8 +105,9 @@ def doubts(panel: Panel, metric: str, bests: Sequence[Best]) -> list[str]:
         lines = panel.of(metric)
         full = lines[lines["label"].isin(panel.full) & (lines["mean"] < rate[0])]
         if len(full):
+            score = number(full["mean"].iloc[0], panel.about(metric))
             found.append(
-                f"The full cache itself scores {number(full['mean'].iloc[0], metric)}, below the majority "
+                f"The full cache itself scores {score}, below the majority "
                 f"rate of {rate[0]:.2f} (always answering '{rate[1]}'): {name} does not show that the model "
                 "does the task, whatever the policy."
             )
@@ -122,7 +123,7 @@ def doubts(panel: Panel, metric: str, bests: Sequence[Best]) -> list[str]:
 def ahead_of_full(panel: Panel, metric: str) -> list[str]:
     """What beats the full cache by more than the interval of the difference: a reason to look for a fault."""
     pairs = panel.pairs(metric)
-    sign = {"higher": 1, "lower": -1}.get(describe(metric).better, 0)
+    sign = {"higher": 1, "lower": -1}.get(panel.about(metric).better, 0)
     against = pairs[pairs["baseline"].isin(panel.full)]
     ahead = against[(sign * against["lo"] > 0) & (sign * against["hi"] > 0)]
     if ahead.empty:

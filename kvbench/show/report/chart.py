@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 
 import pandas as pd
 
-from ...contract.metrics import describe
+from ...contract.metrics import Metric, describe
 from ...stats.compare import CHOICE
+from ...store.frame import metrics_of
 from ..footnotes import majority
 from ..table import pivot
 from .look import Look
@@ -100,9 +101,9 @@ def _curves(panel: Panel, metric: str, looks: dict[str, Look], ident: str) -> Ch
     if rate is not None:
         levels.append(Level(None, y.at(rate[0]), f"majority rate {rate[0]:.2f}"))
     header, body = pivot(lines, metric)
-    about = describe(metric)
+    about = panel.about(metric)
     return Chart(
-        ident, "curves", about.name.replace("_", " "), _unit(metric),
+        ident, "curves", about.name.replace("_", " "), _unit(about),
         "budget (KV pairs per KV head per layer)", x.marks if panel.budgets else [], y.marks, curves, levels,
         header=header, body=body,
     )  # fmt: skip
@@ -142,7 +143,7 @@ def _full(line: pd.Series, look: Look, y: Scale) -> Level:
 def _dots(panel: Panel, metric: str, looks: dict[str, Look], ident: str) -> Chart:
     """One line per policy, the best on top: its mean with its interval."""
     lines = panel.of(metric).drop_duplicates("label")
-    lines = lines.sort_values("mean", ascending=describe(metric).better == "lower", kind="stable")
+    lines = lines.sort_values("mean", ascending=panel.about(metric).better == "lower", kind="stable")
     bottom = TOP + ROW * len(lines)
     x = _values_scale(lines, metric, (NAMES, WIDTH - RIGHT), [])
     curves, names = [], []
@@ -153,9 +154,9 @@ def _dots(panel: Panel, metric: str, looks: dict[str, Look], ident: str) -> Char
         curves.append(Curve(look, (Mark(x.at(line["mean"]), height, False, 8),), "", "", (_points(ends),)))
         names.append((height, look.text))
     header, body = pivot(panel.of(metric), metric)
-    about = describe(metric)
+    about = panel.about(metric)
     return Chart(
-        ident, "dots", about.name.replace("_", " "), f"{_unit(metric)}; the same at every budget", "",
+        ident, "dots", about.name.replace("_", " "), f"{_unit(about)}; the same at every budget", "",
         x.marks, names, curves, height=bottom + BOTTOM - 20, left=NAMES, header=header, body=body,
     )  # fmt: skip
 
@@ -164,14 +165,13 @@ def _values_scale(
     lines: pd.DataFrame, metric: str, pixels: tuple[float, float], more: Sequence[float]
 ) -> Scale:
     """The axis of a metric; logarithmic only where less is better: there small values are what counts."""
-    about = describe(metric)
+    about = describe(metric, metrics_of(lines))
     values = [float(v) for name in ("mean", "lo", "hi") for v in lines[name] if math.isfinite(v)]
     return scale_of([*values, *more], pixels, about.limits, may_log=about.better != "higher")
 
 
-def _unit(metric: str) -> str:
+def _unit(about: Metric) -> str:
     """Unit, direction and meaning."""
-    about = describe(metric)
     direction = "" if about.better == "none" else f"{about.better} is better"
     return ", ".join(part for part in (about.unit, direction) if part)
 

@@ -13,9 +13,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ... import __version__
-from ...contract.metrics import describe
+from ...contract.metrics import Metric
 from ...errors import StoreError
-from ...stats.compare import per_sample
 from ...stats.panels import SETTING, describe_setting, short
 from ...stats.significance import ALPHA
 from ...store.results import read_rows
@@ -207,19 +206,19 @@ def _part(panel: Panel, drawn: dict[str, Look], ident: str, tell: str) -> Part:
 
 def _judged(panel: Panel, metric: str) -> Judged:
     bests = best_of(panel, metric)
-    lines = panel.of(metric)
+    lines, about = panel.of(metric), panel.about(metric)
     there = set(lines["label"])
     brackets = [label for label in panel.order if label in there and label not in panel.candidates]
-    beside = {best.budget: [_at(lines, label, best.budget, metric) for label in brackets] for best in bests}
+    beside = {best.budget: [_at(lines, label, best.budget, about) for label in brackets] for best in bests}
     tests = list(dict.fromkeys(panel.pairs(metric)["test"]))
     return Judged(
-        metric, per_sample(metric), describe(metric).label, bests, brackets, beside,
+        metric, panel.per_sample(metric), about.label, bests, brackets, beside,
         doubts(panel, metric, bests), ahead_of_full(panel, metric), matrices(panel, metric),
         " or ".join(NAMES[test] for test in tests),
     )  # fmt: skip
 
 
-def _at(lines: pd.DataFrame, label: str, budget: int, metric: str) -> str:
+def _at(lines: pd.DataFrame, label: str, budget: int, metric: Metric) -> str:
     """What a bracket or the full cache has at a budget."""
     mine = lines[(lines["label"] == label) & (lines["budget"].isna() | (lines["budget"] == budget))]
     return number(mine["mean"].iloc[0], metric) if len(mine) else ""

@@ -10,9 +10,11 @@ from typing import Any
 import pandas as pd
 
 from ...contract.cell import FULL
+from ...contract.metrics import Metric, describe
 from ...stats.aggregate import aggregate, prepared
 from ...stats.compare import every_pair, per_sample
 from ...stats.panels import SETTING, main_metric, panels
+from ...store.frame import metrics_of
 from ..footnotes import only_pins
 from ..plot import BESIDE, looks_of
 from ..style import LOWER, UPPER, Style
@@ -77,13 +79,20 @@ class Panel:
         """Metrics that policies are judged by: the main one, and kl."""
         return [name for name in self.metrics if name in (self.main, "kl")]
 
+    def about(self, metric: str) -> Metric:
+        return describe(metric, metrics_of(self.lines))
+
+    def per_sample(self, metric: str) -> str:
+        """What policies are compared by on each sample."""
+        return per_sample(metric, metrics_of(self.lines))
+
     def of(self, metric: str) -> pd.DataFrame:
         return self.measured[self.measured["metric"] == metric]
 
     def pairs(self, metric: str) -> pd.DataFrame:
         """Every two curves (see `every_pair`), compared by this metric or what it is made of."""
         if metric not in self._pairs:
-            self._pairs[metric] = every_pair(self.rows, per_sample(metric))
+            self._pairs[metric] = every_pair(self.rows, self.per_sample(metric))
         return self._pairs[metric]
 
     @cached_property

@@ -9,11 +9,11 @@ from typing import Any
 import pandas as pd
 
 from ...contract.cell import FULL
-from ...contract.metrics import describe
+from ...contract.metrics import Metric, describe
 from ...errors import BadInput
-from ...stats.compare import per_sample
 from ...stats.compare_rules import compare_rules
 from ...stats.panels import SETTING, short
+from ...store.frame import metrics_of
 from ..comparison_table import probability, signed
 from ..footnotes import pins_total
 from .panel import Panel
@@ -73,7 +73,7 @@ def effects(rows: pd.DataFrame, panels: Sequence[Panel]) -> tuple[list[Effect], 
 
     rows: as `read_rows` gives them. Also returns why there is nothing to compare, or "".
     """
-    metrics = list(dict.fromkeys(per_sample(metric) for panel in panels for metric in panel.judged))
+    metrics = list(dict.fromkeys(panel.per_sample(metric) for panel in panels for metric in panel.judged))
     try:
         frame = compare_rules(rows, "pins", metrics)
     except BadInput as error:
@@ -95,15 +95,14 @@ def _effect(part: pd.DataFrame, alike: Sequence[str]) -> Effect:
     first = part.iloc[0]
     lines = part[~part["policy"].isin(alike)]
     budgets = sorted({int(budget) for budget in lines["budget"]})
-    rows = []
+    rows, metric = [], describe(first["metric"], metrics_of(part))
     for policy, own in lines.groupby("policy", sort=False):
-        cells = {int(line["budget"]): _cell(line) for line in own.to_dict("records")}
+        cells = {int(line["budget"]): _cell(line, metric) for line in own.to_dict("records")}
         rows.append([short(str(policy)), *(cells.get(budget, "") for budget in budgets)])
-    title = f"{first['task']}, {describe(first['metric']).label}: pins {first['pins_mode']} minus native pins"
+    title = f"{first['task']}, {metric.label}: pins {first['pins_mode']} minus native pins"
     return Effect(title, budgets, rows, [short(policy) for policy in alike])
 
 
-def _cell(line: Mapping[Any, Any]) -> str:
-    metric = line["metric"]
+def _cell(line: Mapping[Any, Any], metric: Metric) -> str:
     low, high = (signed(line[end], metric) for end in ("lo", "hi"))
     return f"{signed(line['difference'], metric)} [{low},{high}] p {probability(line['p_holm'])}"

@@ -11,7 +11,6 @@ import numpy as np
 import pandas as pd
 from scipy import stats
 
-from ...contract.metrics import describe
 from ...stats.bootstrap import LEVEL, Floats
 from ...stats.panels import short
 from ..table import number
@@ -57,7 +56,7 @@ def cells_table(panel: Panel, found: Sequence[Relation]) -> tuple[list[str], lis
         for budget in panel.budgets:
             values = [means.get((label, budget, name)) for name in names]
             told = [
-                "" if value is None else number(value, name)
+                "" if value is None else number(value, panel.about(name))
                 for value, name in zip(values, names, strict=True)
             ]
             if any(told):
@@ -79,8 +78,8 @@ def _chart(
     panel: Panel, cells: pd.DataFrame, x_name: str, y_name: str, looks: dict[str, Look], ident: str
 ) -> Chart:
     """A marker per cell, larger for a larger budget."""
-    x = scale_of(cells["x"].tolist(), (LEFT, WIDTH - RIGHT), describe(x_name).limits)
-    about = describe(y_name)
+    beneath, about = panel.about(x_name), panel.about(y_name)
+    x = scale_of(cells["x"].tolist(), (LEFT, WIDTH - RIGHT), beneath.limits)
     y = scale_of(cells["y"].tolist(), (HEIGHT - BOTTOM, TOP), about.limits, about.better != "higher")
     curves = []
     for label in panel.order:
@@ -88,8 +87,8 @@ def _chart(
         marks = []
         for cell in mine.to_dict("records"):
             told = (
-                f"{looks[label].text} at {cell['budget']}: {_words(x_name)} {number(cell['x'], x_name)}, "
-                f"{_words(y_name)} {number(cell['y'], y_name)}"
+                f"{looks[label].text} at {cell['budget']}: {_words(x_name)} {number(cell['x'], beneath)}, "
+                f"{_words(y_name)} {number(cell['y'], about)}"
             )
             size = 7 + 6 * panel.budgets.index(int(cell["budget"])) / max(1, len(panel.budgets) - 1)
             at = x.at(cell["x"]), y.at(cell["y"])
@@ -111,7 +110,7 @@ def _text(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
     n = len(cells)
     if not math.isfinite(rho):
         return f"n = {n} cells ({who}): too few, or all alike, for a rank correlation."
-    good = 1 if describe(y).better == "lower" else -1  # the sign that "less error, better result" has
+    good = 1 if panel.about(y).better == "lower" else -1  # the sign that "less error, better result" has
     told = _strength(good * rho, good * low, good * high)
     return (
         f"{told} Spearman's rank correlation is {rho:+.2f} [{low:+.2f},{high:+.2f}] over n = {n} cells "
