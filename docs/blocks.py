@@ -32,8 +32,8 @@ LAST = ("random",)
 def block(line: str) -> str:
     """The table that a mark asks for. Raises: KeyError for a kind that is not there."""
     kind, *arguments = shlex.split(line)
-    options = dict(part.split("=", 1) for part in arguments if re.match(r"[a-z]+=", part))
-    rest = [part for part in arguments if not re.match(r"[a-z]+=", part)]
+    options = dict(part.split("=", 1) for part in arguments if re.match(r"[a-z_]+=", part))
+    rest = [part for part in arguments if not re.match(r"[a-z_]+=", part)]
     return "\n".join(KINDS[kind](rest, options))
 
 
@@ -75,7 +75,9 @@ def means(parts: Sequence[str], options: dict[str, str]) -> list[str]:
             }
     names = options["policies"].split(";") if "policies" in options else ranked(order)
     labels = LABELS | dict(pair.split("=", 1) for pair in filter(None, options.get("labels", "").split(";")))
-    body = [[labels.get(name, name), *(column.get(name, "") for column in columns.values())] for name in names]
+    body = [
+        [labels.get(name, name), *(column.get(name, "") for column in columns.values())] for name in names
+    ]
     return lines_of([options.get("title", "policy"), *columns], body)
 
 
@@ -106,7 +108,9 @@ def paired(parts: Sequence[str], options: dict[str, str]) -> list[str]:
 def rules(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     """`rules RUN+RUN FIELD METRIC BUDGETS`: each policy under the other rule minus itself under the usual."""
     run, field, metric, budgets = parts
-    return differences(compare_rules(rows_of(run), field, [metric]), metric, budgets, options)
+    rows = rows_of(run)
+    evicted = rows[rows["spec"] != FULL]  # the full cache has one rule, and its flags are not shown
+    return differences(compare_rules(evicted, field, [metric]), metric, budgets, options)
 
 
 def differences(frame: pd.DataFrame, metric: str, budgets: str, options: dict[str, str]) -> list[str]:
@@ -166,9 +170,11 @@ def correlations(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     body = []
     for run, main in zip(parts[::2], parts[1::2], strict=True):
         rows = rows_of(run)
-        lines = aggregate(rows, ["missed_mass", "eviction_cost", "kl", main])
-        wide = lines.pivot_table(index=["policy", "budget"], columns="metric", values="mean").reset_index()
-        wide = wide[~wide["policy"].isin([FULL, "oracle", "random"])].round(5)  # what float32 may change has no order
+        policies = rows[~rows["spec"].isin([FULL, "oracle", "random"])]
+        columns = {f"metric:{name}": name for name in ("missed_mass", "eviction_cost", "kl")}
+        wide = policies.groupby(["spec", "budget"])[list(columns)].mean().rename(columns=columns)
+        wide[main] = aggregate(policies, [main]).set_index(["policy", "budget"])["mean"]
+        wide = wide.round(5).reset_index()  # what float32 may change has no order
         full = rows[rows["spec"] == FULL]["context_tokens"]
         evicting = wide[[(full <= budget).mean() < 0.5 for budget in wide["budget"]]]
         for error in ("missed_mass", "eviction_cost"):
@@ -194,12 +200,13 @@ def spearman(cells: pd.DataFrame, one: str, other: str) -> float:
 def heldout(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     """`heldout kvp|judgeq [QUANTITY]`: printed outputs of `kvbench eviction-error`, one line a setting.
 
-    QUANTITY: "eviction cost" (default), or "missed mass" at 32 pairs. policies: which columns.
+    QUANTITY: "eviction cost" (default), or "missed mass" at 32 pairs. policies: which columns. pins, split:
+    which settings; else all.
     """
     folder, quantity = REFERENCE / parts[0], (parts[1:] or ["eviction cost"])[0]
     body, names = [], options["policies"].split(";")
-    for pins in ("none", "4-16"):
-        for split in ("boundary", "uniform"):
+    for pins in options.get("pins", "none;4-16").split(";"):
+        for split in options.get("split", "boundary;uniform").split(";"):
             for data in ("ruler", "dialogue"):
                 text = (folder / f"heldout-{data}-{split}-pins-{pins}.txt").read_text(encoding="utf-8")
                 cells = dict(re.findall(r"^ (\S+) +(\S+ \[\S+\])", after(text, f": {quantity} "), re.M))

@@ -31,7 +31,9 @@ def csv(parts: Sequence[str], options: dict[str, str]) -> list[str]:
         cells[line[down], line[across]] = mean if low == high else f"{mean} [{low},{high}]"
     heads, names = sorted(table[across].dropna().unique()), list(dict.fromkeys(table[down]))
     everywhere = {name: text for (name, head), text in cells.items() if pd.isna(head)}
-    body = [[str(name), *(cells.get((name, head), everywhere.get(name, "")) for head in heads)] for name in names]
+    body = [
+        [str(name), *(cells.get((name, head), everywhere.get(name, "")) for head in heads)] for name in names
+    ]
     return lines_of([down, *(f"{head:g}" for head in heads)], body)
 
 
@@ -41,7 +43,9 @@ def head_costs(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     body = []
     for policy, mine in sorted(table.groupby("policy"), key=lambda pair: pair[1]["mean"].mean()):
         best, worst = mine.loc[mine["mean"].idxmin()], mine.loc[mine["mean"].idxmax()]
-        ends = [f"{one['mean']:.2f} [{one['lo']:.2f},{one['hi']:.2f}], {one['name']}" for one in (best, worst)]
+        ends = [
+            f"{one['mean']:.2f} [{one['lo']:.2f},{one['hi']:.2f}], {one['name']}" for one in (best, worst)
+        ]
         body.append([str(policy), f"{mine['mean'].mean():.2f}", *ends])
     return lines_of(["policy", "mean of 90 heads", "best head", "worst head"], body)
 
@@ -82,7 +86,11 @@ def rank_error(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     """Mean error of the predicted rank, as a share of the length, by the oracle's rank."""
     table = shown("rank-error")
     place = table["oracle_rank"] / table["oracle_rank"].max()
-    spans = {"first tenth": place <= 0.1, "tenth to half": (place > 0.1) & (place <= 0.5), "last half": place > 0.5}
+    spans = {
+        "first tenth": place <= 0.1,
+        "tenth to half": (place > 0.1) & (place <= 0.5),
+        "last half": place > 0.5,
+    }
     columns = [table[span].groupby("policy", sort=False)["rank_error"].mean() for span in spans.values()]
     body = [[str(name), *(f"{column[name]:.3f}" for column in columns)] for name in columns[0].index]
     return lines_of(["policy", *spans], body)
@@ -100,7 +108,9 @@ def wall_clock(parts: Sequence[str], options: dict[str, str]) -> list[str]:
             share = f", {line['median_s'] / prefill:.1%}" if line["stage"] == "score" else ""
             row.append(f"{told[0]} [{told[1]},{told[2]}]{share}")
         body.append(row)
-    names = table[table["context_tokens"] == table["context_tokens"].min()]["policy"].replace({"full": "prefill"})
+    names = table[table["context_tokens"] == table["context_tokens"].min()]["policy"].replace(
+        {"full": "prefill"}
+    )
     return lines_of(["context, tokens", *(f"{name}, s" for name in names)], body)
 
 

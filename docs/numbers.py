@@ -28,8 +28,12 @@ FENCED = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 # What counts as measured: a decimal, a percentage, or a count with a unit. Budgets, lengths, sample counts
 # and model sizes are settings; they stand in commands and captions.
-MEASURED = re.compile(r"(?<![\w.-])(\d+\.\d+|\d+(?= ?%| percent| times\b| (?:s|minutes?|hours?|GiB|MiB|nats)\b))")
-SETTINGS = re.compile(r"`[^`]*`|arXiv:[\d.]+|Python \d\.\d+|\d+% (?:bootstrap|Clopper|interval)[\w-]*|Apache-2\.0|Qwen2\.5-\w+")
+MEASURED = re.compile(
+    r"(?<![\w.-])(\d+\.\d+|\d+(?= ?%| percent| times\b| (?:s|minutes?|hours?|GiB|MiB|nats)\b))"
+)
+SETTINGS = re.compile(
+    r"`[^`]*`|arXiv:[\d.]+|Python \d\.\d+|95% [a-z ]*(?:bootstrap|interval)|Apache-2\.0|Qwen2\.5-\w+"
+)
 
 
 def documents() -> list[Path]:
@@ -73,9 +77,11 @@ def unsourced(text: str, folder: Path) -> list[str]:
 
 def cited(paragraph: str, folder: Path) -> set[str]:
     """The numbers of the text documents that a paragraph links to."""
-    targets = [LINK_TARGET.partition("#")[0] for LINK_TARGET in LINK.findall(paragraph)]
+    targets = [target.partition("#")[0] for target in LINK.findall(paragraph)]
     files = [folder / target for target in targets if target.endswith((".md", ".txt", ".csv"))]
-    return {number for file in files if file.is_file() for number in numbers(file.read_text(encoding="utf-8"))}
+    return {
+        number for file in files if file.is_file() for number in numbers(file.read_text(encoding="utf-8"))
+    }
 
 
 def numbers(text: str) -> set[str]:
