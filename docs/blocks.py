@@ -74,7 +74,8 @@ def means(parts: Sequence[str], options: dict[str, str]) -> list[str]:
                 for line in there.to_dict("records")
             }
     names = options["policies"].split(";") if "policies" in options else ranked(order)
-    labels = LABELS | dict(pair.split("=", 1) for pair in filter(None, options.get("labels", "").split(";")))
+    own = [pair.partition("=") for pair in options.get("labels", "").split(";") if pair]
+    labels = LABELS | {name: label for name, _, label in own}
     body = [
         [labels.get(name, name), *(column.get(name, "") for column in columns.values())] for name in names
     ]
@@ -251,26 +252,32 @@ def heldout_paired(parts: Sequence[str], options: dict[str, str]) -> list[str]:
             row += [f"{float(mean):+.3f} [{float(low):.3f},{float(high):.3f}]"]
             row += [f"{probability(float(p))}, {'/'.join(wins)}"]
         body.append(row)
-    wins = "p, win/tie/loss"
-    return lines_of(["policy", "RULER-style", wins, "dialogues", wins], body)
+    beside = "p, win/tie/loss"
+    return lines_of(["policy", "RULER-style", beside, "dialogues", beside], body)
 
 
 def study(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     """`study VARIANT...`: lines of the study of KVP's open questions."""
     table = pd.read_csv(REFERENCE / "kvp" / "study.csv", index_col=0)
     columns = {
-        "boundary cost": "cost, boundary", "uniform cost": "cost, uniform", "4x length: boundary cost": "cost, 4x length",
-        "boundary missed@tight": "missed mass at 32", "needle@64": "needles at 64", "needle@128": "at 128", "needle@256": "at 256",
-    }  # fmt: skip
-    body = [
-        [name, *(f"{table.loc[name, column]:.{2 if 'needle' in column else 3}f}" for column in columns)]
-        for name in parts
-    ]
+        "boundary cost": "cost, boundary",
+        "uniform cost": "cost, uniform",
+        "4x length: boundary cost": "cost, 4x length",
+        "boundary missed@tight": "missed mass at 32",
+        "needle@64": "needles at 64",
+        "needle@128": "at 128",
+        "needle@256": "at 256",
+    }
+    body = []
+    for name in parts:
+        values = {column: float(table[column][name]) for column in columns}
+        told = [f"{value:.{2 if 'needle' in column else 3}f}" for column, value in values.items()]
+        body.append([name, *told])
     return lines_of(["variant", *columns.values()], body)
 
 
 KINDS: dict[str, Block] = {
-    "means": means, "subtasks": subtasks, "paired": paired, "rules": rules, "contexts": contexts, "peaks": peaks, "correlations": correlations,
-    "heldout": heldout, "heldout_paired": heldout_paired, "study": study,
-    **FIGURES,
+    "means": means, "subtasks": subtasks, "paired": paired, "rules": rules, "contexts": contexts,
+    "peaks": peaks, "correlations": correlations, "heldout": heldout, "heldout_paired": heldout_paired,
+    "study": study, **FIGURES,
 }  # fmt: skip

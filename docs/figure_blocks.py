@@ -41,12 +41,14 @@ def head_costs(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     """Each policy's mean cost and its best and worst head."""
     table = shown("head-costs")
     body = []
-    for policy, mine in sorted(table.groupby("policy"), key=lambda pair: pair[1]["mean"].mean()):
-        best, worst = mine.loc[mine["mean"].idxmin()], mine.loc[mine["mean"].idxmax()]
+    overall = table.groupby("policy")["mean"].mean().sort_values()
+    for policy, mean in overall.items():
+        mine = table[table["policy"] == policy].sort_values("mean", kind="stable").to_dict("records")
+        best, worst = mine[0], mine[-1]
         ends = [
             f"{one['mean']:.2f} [{one['lo']:.2f},{one['hi']:.2f}], {one['name']}" for one in (best, worst)
         ]
-        body.append([str(policy), f"{mine['mean'].mean():.2f}", *ends])
+        body.append([str(policy), f"{mean:.2f}", *ends])
     return lines_of(["policy", "mean of 90 heads", "best head", "worst head"], body)
 
 
@@ -69,7 +71,8 @@ def heads(parts: Sequence[str], options: dict[str, str]) -> list[str]:
          f"{(ranks[:, :10] >= n * 4 / 5).mean():.0%}"],
         *(["12", f"mean rank correlation of two heads of layers {first} to {last}",
            f"{_correlation(first, last):.2f}"] for first, last in ((0, 7), (8, 15), (16, 23), (22, 29))),
-        ["21, 22", "heads in which judgeq costs less than kvp", f"{(costs['judgeq'] < costs['kvp']).sum()} of {len(costs)}"],
+        ["21, 22", "heads in which judgeq costs less than kvp",
+         f"{(costs['judgeq'] < costs['kvp']).sum()} of {len(costs)}"],
     ]  # fmt: skip
     return lines_of(["figure", "quantity", "value"], body, 2)
 

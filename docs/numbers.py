@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import re
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -53,7 +54,7 @@ def sections(text: str) -> list[str]:
     """A document cut before each heading."""
     hidden = FENCED.sub(lambda match: re.sub(r"^#", " ", match[0], flags=re.MULTILINE), text)
     starts = [0, *(match.start() for match in re.finditer(r"^#+ ", hidden, re.MULTILINE)), len(text)]
-    return [text[start:end] for start, end in zip(starts, starts[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(starts)]
 
 
 def unsourced(text: str, folder: Path) -> list[str]:

@@ -32,7 +32,8 @@ def test_measured_numbers_in_prose_stand_in_a_table_or_are_cited(name: str) -> N
 
 
 def test_a_number_without_source_is_found(tmp_path: Path) -> None:
-    text = "# One\n<!-- numbers: heads -->\n| a | 0.25 |\n<!-- end -->\nIt is 0.25.\n# Two\nIt is 0.25, and 7% at 64.\n"
+    text = "# One\n<!-- numbers: heads -->\n| a | 0.25 |\n<!-- end -->\nIt is 0.25.\n"
+    text += "# Two\nIt is 0.25, and 7% at 64.\n"
     assert [line.split(":")[0] for line in unsourced(text, tmp_path)] == ["0.25", "7"]
     (tmp_path / "there.md").write_text("7 and 0.25")
     assert unsourced(text.replace("and 7%", "and 7% ([there](there.md#x))"), tmp_path) == []
