@@ -155,10 +155,10 @@ def peaks(parts: Sequence[str], options: dict[str, str]) -> list[str]:
         found: dict[str, list[str]] = {}
         for spec, mine in part.groupby("spec"):
             ends = dict.fromkeys(str(int(end)) for end in (mine["peak"].min(), mine["peak"].max()))
-            found.setdefault(" to ".join(ends), []).append(spec)
+            found.setdefault(" to ".join(ends), []).append(str(spec))
         usual = max(found, key=lambda slots: len(found[slots]))
         told = [f"{slots} ({', '.join(names)})" for slots, names in found.items() if slots != usual]
-        body.append([schedule, str(budget), "; ".join([usual, *told])])
+        body.append([str(schedule), str(budget), "; ".join([usual, *told])])
     return lines_of(["schedule", "budget", "peak, slots"], body, 3)
 
 
