@@ -39,7 +39,12 @@ judgeq: $(VENV)/ready
 reference: $(VENV)/ready
 	PATH="$(BIN):$$PATH" results/reference.sh
 
-# What the README says, word for word, in a fresh clone.
+# The tables of the documents again, from the committed results.
+.PHONY: docs
+docs: $(VENV)/ready
+	$(BIN)/python -m docs.numbers
+
+# What README.md and docs/ say, word for word, in a fresh clone.
 readme:
 	$(PYTHON) tests/readme.py
 

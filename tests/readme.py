@@ -1,6 +1,6 @@
-"""Runs what the README says, word for word, in a fresh clone: blocks marked `sh`, and `python` ones.
+"""Runs what the documents say, word for word, in a fresh clone: blocks marked `sh`, and `python` ones.
 
-    python tests/readme.py [README.md]
+    python tests/readme.py [FILE...]      # default: README.md, then docs/*.md
 
 Blocks follow each other in one shell, as a reader would type them, so what one block makes the next one
 finds. The shell stops at the first command that fails, and so does this command, with its exit code. Blocks
@@ -18,7 +18,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SKIPPED = ("value_norm",)  # the policy that the README shows is tested from CONTRIBUTING, with its imports
 
 
 def blocks(text: str) -> list[tuple[str, str]]:
@@ -27,7 +26,7 @@ def blocks(text: str) -> list[tuple[str, str]]:
 
 
 def script(text: str) -> list[str]:
-    """The lines of the shell that runs the README: each command is told before it runs."""
+    """The lines of the shell that runs a document: each command is told before it runs."""
     lines = ["set -eo pipefail"]
     for mark, code in blocks(text):
         if mark == "sh":
@@ -35,7 +34,7 @@ def script(text: str) -> list[str]:
                 told = command.split("  #")[0].strip()
                 if told and not told.startswith("#"):
                     lines += [f"printf '\\n$ %s\\n' {shlex.quote(told)}", told]
-        elif mark == "python" and not any(word in code for word in SKIPPED):
+        elif mark == "python":
             lines += [
                 "printf '\\n$ python\\n'",
                 f"cat > example.py <<'PYTHON'\n{code}PYTHON",
@@ -45,11 +44,12 @@ def script(text: str) -> list[str]:
 
 
 def main() -> int:
-    text = (ROOT / (sys.argv[1] if len(sys.argv) > 1 else "README.md")).read_text(encoding="utf-8")
+    files = [ROOT / name for name in sys.argv[1:]]
+    files = files or [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    text = "\n".join(file.read_text(encoding="utf-8") for file in files)
     marks = [mark for mark, _ in blocks(text)]
-    print(
-        f"{marks.count('sh')} blocks of commands, {marks.count('text')} examples that are not run", flush=True
-    )
+    runs = marks.count("sh") + marks.count("python")
+    print(f"{runs} blocks to run, {marks.count('text')} examples that are not run", flush=True)
     if not marks.count("sh"):
         print("nothing to run: mark blocks with ```sh", file=sys.stderr)
         return 1

@@ -1,0 +1,283 @@
+"""The tables of the documents: one function a kind, from committed results to Markdown lines.
+
+Sources are the rows of results/reference, the printed outputs beside them (kvp/, judgeq/), the study's CSV
+and the CSV files of the figures. Nothing here is typed by hand but labels.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Sequence
+from functools import cache
+
+import pandas as pd
+
+from kvbench.contract.cell import FULL
+from kvbench.contract.metrics import describe
+from kvbench.show.comparison_table import probability, signed
+from kvbench.show.table import number
+from kvbench.stats.aggregate import aggregate
+from kvbench.stats.compare import paired as paired_rows
+from kvbench.stats.compare_rules import compare_rules
+from kvbench.store.results import read_rows
+
+from .figure_blocks import FIGURES
+from .places import REFERENCE, Block, lines_of
+
+LABELS = {FULL: "full cache", "oracle": "oracle (knows the future)"}
+LAST = ("random",)
+
+
+def block(line: str) -> str:
+    """The table that a mark asks for. Raises: KeyError for a kind that is not there."""
+    kind, *arguments = shlex.split(line)
+    options = dict(part.split("=", 1) for part in arguments if re.match(r"[a-z_]+=", part))
+    rest = [part for part in arguments if not re.match(r"[a-z_]+=", part)]
+    return "\n".join(KINDS[kind](rest, options))
+
+
+@cache
+def rows_of(names: str) -> pd.DataFrame:
+    """Rows of one run folder, or of several joined by '+'."""
+    return read_rows([str(REFERENCE / name) for name in names.split("+")])
+
+
+def interval(mean: float, low: float, high: float, metric: str) -> str:
+    """`mean [lo,hi]`; without the interval where it has no width."""
+    told, *ends = (number(value, metric) for value in (mean, low, high))
+    return told if len(set(ends)) == 1 else f"{told} [{','.join(ends)}]"
+
+
+def means(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`means RUN METRIC BUDGETS [RUN METRIC BUDGETS]...`: a policy a line, a budget a column.
+
+    title: the first header. policies: which, in this order; else the best of the first run first. labels:
+    what else policies are called. schedule: only its rows.
+    """
+    columns: dict[str, dict[str, str]] = {}
+    order: dict[str, float] = {}
+    for run, metric, budgets in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+        asked = [int(budget) for budget in budgets.split(",")]
+        rows = rows_of(run)
+        if "schedule" in options:
+            rows = rows[rows["schedule"] == options["schedule"]]
+        lines = aggregate(rows[rows["budget"].isin(asked) | (rows["spec"] == FULL)], [metric])
+        sign = 1 if describe(metric).better == "lower" else -1
+        for policy, mine in lines.groupby("policy", sort=False):
+            order.setdefault(str(policy), sign * mine["mean"].mean())
+        for budget in asked:
+            head = str(budget) if len(parts) == 3 else f"{run}, {metric}, {budget}"
+            there = lines[(lines["budget"] == budget) | lines["budget"].isna()]
+            columns[head] = {
+                line["policy"]: interval(line["mean"], line["lo"], line["hi"], metric)
+                for line in there.to_dict("records")
+            }
+    names = options["policies"].split(";") if "policies" in options else ranked(order)
+    own = [pair.partition("=") for pair in options.get("labels", "").split(";") if pair]
+    labels = LABELS | {name: label for name, _, label in own}
+    body = [
+        [labels.get(name, name), *(column.get(name, "") for column in columns.values())] for name in names
+    ]
+    return lines_of([options.get("title", "policy"), *columns], body)
+
+
+def subtasks(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`subtasks RUN METRIC BUDGET`: means of each task of a run, a task a line."""
+    run, metric, budget = parts
+    rows, names = rows_of(run), options["policies"].split(";")
+    rows = rows[(rows["budget"] == int(budget)) | (rows["spec"] == FULL)]
+    body = []
+    for task, own in rows[rows["spec"].isin(names) & (rows["status"] == "ok")].groupby("task", sort=False):
+        found = own.groupby("spec")[f"metric:{metric}"].mean()
+        body.append([str(task).partition("/")[2], *(number(found[name], metric) for name in names)])
+    return lines_of(["subtask", *(LABELS.get(name, name) for name in names)], body)
+
+
+def ranked(order: dict[str, float]) -> list[str]:
+    """Brackets outside, policies between them by their mean over the budgets, the best first."""
+    place = {FULL: -2, "oracle": -1} | dict.fromkeys(LAST, 1)
+    return sorted(order, key=lambda name: (place.get(name, 0), order[name]))
+
+
+def paired(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`paired RUN BASELINE METRIC BUDGETS`: policy minus baseline on the same samples, corrected p, wins."""
+    run, baseline, metric, budgets = parts
+    return differences(paired_rows(rows_of(run), baseline, metric), metric, budgets, options)
+
+
+def rules(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`rules RUN+RUN FIELD METRIC BUDGETS`: each policy under the other rule minus itself under the usual."""
+    run, field, metric, budgets = parts
+    rows = rows_of(run)
+    evicted = rows[rows["spec"] != FULL]  # the full cache has one rule, and its flags are not shown
+    return differences(compare_rules(evicted, field, [metric]), metric, budgets, options)
+
+
+def differences(frame: pd.DataFrame, metric: str, budgets: str, options: dict[str, str]) -> list[str]:
+    """Two columns a budget: difference with its interval; Holm's p with wins, ties and losses."""
+    asked = [int(budget) for budget in budgets.split(",")]
+    names = options["policies"].split(";") if "policies" in options else list(dict.fromkeys(frame["policy"]))
+    header, body = ["policy"], []
+    for budget in asked:
+        header += [f"{budget}: difference", "p (Holm), win/tie/loss"]
+    for name in names:
+        row = [LABELS.get(name, name)]
+        for budget in asked:
+            found = frame[(frame["policy"] == name) & (frame["budget"] == budget)].to_dict("records")
+            for line in found[:1]:
+                ends = f"[{number(line['lo'], metric)},{number(line['hi'], metric)}]"
+                row.append(f"{signed(line['difference'], metric)} {ends}")
+                row.append(f"{probability(line['p_holm'])}, {line['win']}/{line['tie']}/{line['loss']}")
+            row += ["", ""] * (not found)
+        body.append(row)
+    return lines_of(header, body)
+
+
+def contexts(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`contexts RUN...`: samples, context lengths, and how many samples fit into each budget whole."""
+    body = []
+    for run in parts:
+        rows = rows_of(run)
+        budgets = sorted({int(budget) for budget in rows["budget"].dropna()})
+        full = rows[(rows["spec"] == FULL)].drop_duplicates(["task_spec", "sample"])["context_tokens"]
+        fits = [f"{(full <= budget).sum()} at {budget}" for budget in budgets if (full <= budget).any()]
+        ends = f"{full.min()} to {full.max()}"
+        body.append([run, str(len(full)), ends, ", ".join(map(str, budgets)), ", ".join(fits) or "none"])
+    return lines_of(["run", "samples", "context, tokens", "budgets", "samples with nothing evicted"], body, 5)
+
+
+def peaks(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`peaks RUN`: the most slots that a cache ever held, by schedule and budget, as counted in the rows."""
+    rows = rows_of(parts[0]).dropna(subset=["budget"])
+    body = []
+    for (schedule, budget), part in rows.groupby(["schedule", "budget"]):
+        found: dict[str, list[str]] = {}
+        for spec, mine in part.groupby("spec"):
+            ends = dict.fromkeys(str(int(end)) for end in (mine["peak"].min(), mine["peak"].max()))
+            found.setdefault(" to ".join(ends), []).append(str(spec))
+        usual = max(found, key=lambda slots: len(found[slots]))
+        told = [f"{slots} ({', '.join(names)})" for slots, names in found.items() if slots != usual]
+        body.append([str(schedule), str(budget), "; ".join([usual, *told])])
+    return lines_of(["schedule", "budget", "peak, slots"], body, 3)
+
+
+def correlations(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`correlations RUN METRIC [RUN METRIC]...`: Spearman's rho of eviction errors with results, over cells.
+
+    Cells are (policy, budget), brackets left out; beside each rho stands their number. Then without the
+    budgets at which most samples keep their whole context, and the least and most rho of a single budget.
+    """
+    body = []
+    for run, main in zip(parts[::2], parts[1::2], strict=True):
+        rows = rows_of(run)
+        policies = rows[~rows["spec"].isin([FULL, "oracle", "random"])]
+        columns = {f"metric:{name}": name for name in ("missed_mass", "eviction_cost", "kl")}
+        wide = policies.groupby(["spec", "budget"])[list(columns)].mean().rename(columns=columns)
+        wide[main] = aggregate(policies, [main]).set_index(["policy", "budget"])["mean"]
+        wide = wide.round(5).reset_index()  # what float32 may change has no order
+        full = rows[rows["spec"] == FULL]["context_tokens"]
+        evicting = wide[[(full <= budget).mean() < 0.5 for budget in wide["budget"]]]
+        for error in ("missed_mass", "eviction_cost"):
+            row = [run, error.replace("_", " ")]
+            for result in ("kl", main):
+                single = [spearman(part, error, result) for _, part in evicting.groupby("budget")]
+                row += [
+                    f"{spearman(wide, error, result):.2f} ({len(wide)})",
+                    f"{spearman(evicting, error, result):.2f} ({len(evicting)})",
+                    f"{min(single):.2f} to {max(single):.2f}",
+                ]
+            body.append(row)
+    header = ["run", "error"]
+    for result in ("kl", "the task's metric"):
+        header += [f"{result}: all cells", "where most samples evict", "within one budget"]
+    return lines_of(header, body, 2)
+
+
+def spearman(cells: pd.DataFrame, one: str, other: str) -> float:
+    return float(cells[one].corr(cells[other], method="spearman"))
+
+
+def heldout(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`heldout kvp|judgeq [QUANTITY]`: printed outputs of `kvbench eviction-error`, one line a setting.
+
+    QUANTITY: "eviction cost" (default), or "missed mass" at 32 pairs. policies: which columns. pins, split:
+    which settings; else all.
+    """
+    folder, quantity = REFERENCE / parts[0], (parts[1:] or ["eviction cost"])[0]
+    body, names = [], options["policies"].split(";")
+    for pins in options.get("pins", "none;4-16").split(";"):
+        for split in options.get("split", "boundary;uniform").split(";"):
+            for data in ("ruler", "dialogue"):
+                text = (folder / f"heldout-{data}-{split}-pins-{pins}.txt").read_text(encoding="utf-8")
+                cells = dict(re.findall(r"^ (\S+) +(\S+ \[\S+\])", after(text, f": {quantity} "), re.M))
+                body.append([pins.replace("-", ","), split, data, *(cells[name] for name in names)])
+    return lines_of(["pins for all", "split", "data", *map(column_name, names)], body, 3)
+
+
+def column_name(name: str) -> str:
+    return name.replace("weights=", "").replace(".safetensors", "")
+
+
+def after(text: str, mark: str) -> str:
+    """The block of a printed output that begins with this title."""
+    return text[text.index(mark) :].split("\n\n\n")[0]
+
+
+PAIRS = {  # label: names on RULER-style traces and on dialogues
+    "kvp, same data": ("kvp", "kvp:weights=dialogue"),
+    "kvp, other data": ("kvp:weights=dialogue", "kvp"),
+    "judgeq, other data": ("judgeq:weights=dialogue", "judgeq"),
+    "judgeq, untrained": ("judgeq:weights=untrained.safetensors",) * 2,
+    "judgeq, smoothed": ("judgeq:pooling=max", "judgeq:weights=dialogue,pooling=max"),
+    "last 32 tokens": ("snapkv:kernel=1",) * 2,
+    "snapkv": ("snapkv",) * 2,
+    "tova": ("tova",) * 2,
+}
+
+
+def heldout_paired(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`heldout_paired PINS SPLIT`: eviction cost minus that of JudgeQ trained on the same data, per trace."""
+    pins, split = parts
+    columns = []
+    for data in ("ruler", "dialogue"):
+        file = REFERENCE / "judgeq" / f"heldout-{data}-{split}-pins-{pins.replace(',', '-')}.txt"
+        table = file.read_text(encoding="utf-8").partition("paired over traces")[2].splitlines()[2:]
+        columns.append({fields[0]: fields[1:] for fields in map(str.split, table) if fields})
+    body = []
+    for label, names in PAIRS.items():
+        row = [label]
+        for name, column in zip(names, columns, strict=True):
+            mean, low, high, _, *wins, p = column[name]
+            row += [f"{float(mean):+.3f} [{float(low):.3f},{float(high):.3f}]"]
+            row += [f"{probability(float(p))}, {'/'.join(wins)}"]
+        body.append(row)
+    beside = "p, win/tie/loss"
+    return lines_of(["policy", "RULER-style", beside, "dialogues", beside], body)
+
+
+def study(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`study VARIANT...`: lines of the study of KVP's open questions."""
+    table = pd.read_csv(REFERENCE / "kvp" / "study.csv", index_col=0)
+    columns = {
+        "boundary cost": "cost, boundary",
+        "uniform cost": "cost, uniform",
+        "4x length: boundary cost": "cost, 4x length",
+        "boundary missed@tight": "missed mass at 32",
+        "needle@64": "needles at 64",
+        "needle@128": "at 128",
+        "needle@256": "at 256",
+    }
+    body = []
+    for name in parts:
+        values = {column: float(table[column][name]) for column in columns}
+        told = [f"{value:.{2 if 'needle' in column else 3}f}" for column, value in values.items()]
+        body.append([name, *told])
+    return lines_of(["variant", *columns.values()], body)
+
+
+KINDS: dict[str, Block] = {
+    "means": means, "subtasks": subtasks, "paired": paired, "rules": rules, "contexts": contexts,
+    "peaks": peaks, "correlations": correlations, "heldout": heldout, "heldout_paired": heldout_paired,
+    "study": study, **FIGURES,
+}  # fmt: skip
