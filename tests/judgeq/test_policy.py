@@ -119,6 +119,21 @@ def test_the_last_token_as_soft_token_is_tova(arch: str, tmp_path: Path) -> None
     assert not torch.allclose(mine[0], original[0], atol=1e-4)  # the documented difference is there
 
 
+def test_bound_once_and_still_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bound soft tokens lie ready in the model's dtype; no file is read for them, and no row can tell."""
+    policy = JudgeQ(weights=make.tokens_file(tmp_path / "w.safetensors", make.drawn(), "5e"))
+    half = dataclasses.replace(loaded("llama").description, dtype=torch.bfloat16)
+    bound = policy.bind(half)
+    assert bound == policy
+    assert hash(bound) == hash(policy)
+    assert dataclasses.asdict(bound) == dataclasses.asdict(policy)
+    assert (bound.identity, bound.pins) == (policy.identity, policy.pins)
+    monkeypatch.setattr("kvbench.policies.judgeq.policy.load", lambda path: pytest.fail("a file was read"))
+    assert torch.equal(bound.probe, make.drawn().bfloat16())
+    assert bound.probe.data_ptr() == bound.probe.data_ptr()  # not made again for every look
+    assert torch.equal(bound.score(seen_with_probe(14, 3)), policy.score(seen_with_probe(14, 3)))
+
+
 def test_weights_are_named_or_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="kvbench train --policy judgeq"):
         JudgeQ(weights="nothing").probe  # noqa: B018

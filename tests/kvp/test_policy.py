@@ -11,18 +11,22 @@ import torch
 from torch import Tensor
 
 import kvbench
+from kvbench.audit.specimen import Specimen
+from kvbench.contract.cell import Ranker
 from kvbench.contract.observation import Observation
-from kvbench.contract.registry import POLICIES
+from kvbench.contract.registry import POLICIES, spec_of
+from kvbench.contract.spec import parameters_of
+from kvbench.engine.measure import Failure
 from kvbench.errors import BadInput
 from kvbench.learn.collect import TraceConfig, collect
 from kvbench.model import open as models
-from kvbench.model.open import open_model
+from kvbench.model.open import LoadedModel, open_model
 from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.command import TRAINER
 from kvbench.policies.kvp.policy import KVP
-from kvbench.policies.kvp.scorer import ScorerShape, position_features, scores
+from kvbench.policies.kvp.scorer import ScorerShape, ScorerWeights, position_features, scores
 from tests.kvp import make
-from tests.laws.lab import CHUNK, cells_of, loaded, prompt_of, try_out
+from tests.laws.lab import CHUNK, cell_of, cells_of, loaded, prompt_of, same_positions, try_out
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS
 
 Call = tuple[Observation, Tensor]
@@ -160,6 +164,65 @@ def test_weights_of_another_model_are_refused(
     )
     with pytest.raises(BadInput, match=reason):
         collect(under, progress=False)
+
+
+def test_bound_once_and_still_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound policy reads no file and moves no weight when it scores, and no row can tell it apart."""
+    lm = make_bindable()
+    policy = POLICIES.parse(f"kvp:weights={weights_of(tmp_path)}")
+    calls: list[KVP] = []
+    bind = KVP.bind
+    monkeypatch.setattr(KVP, "bind", lambda self, model: calls.append(self) or bind(self, model))
+    cells = [cell_of(Ranker(policy, policy.pins), budget, "chunked") for budget in (8, 33)]
+    first = try_out(lm, prompt_of(), cells)
+    bound = lm.bind(policy)
+    assert bound is not policy
+    assert bound == policy
+    assert hash(bound) == hash(policy)
+    assert (spec_of(bound), bound.identity) == (spec_of(policy), policy.identity)
+    assert parameters_of(bound) == parameters_of(policy)
+    for name in ("load", "find_weights", "file_state"):
+        monkeypatch.setattr(f"kvbench.policies.kvp.policy.{name}", forbidden)
+    monkeypatch.setattr(ScorerWeights, "to", forbidden)
+    monkeypatch.setattr(LoadedModel, "bind", lambda self, asked: bound)
+    again = try_out(lm, prompt_of(), cells)
+    assert all(same_positions(first.kept(cell), again.kept(cell)) for cell in cells)
+    assert len(calls) == 1
+    for layer, agents in zip(lm.geometry.full_layers, bound._agents, strict=True):
+        assert agents.w1.device == lm.model.model.layers[layer].self_attn.q_proj.weight.device
+
+
+def forbidden(*args: Any) -> Any:
+    raise AssertionError("files and moves are for bind")
+
+
+def make_bindable() -> LoadedModel:
+    """A model to which nothing has been bound yet."""
+    return replace(loaded("llama"))
+
+
+def test_retrained_weights_are_bound_again(tmp_path: Path) -> None:
+    lm = make_bindable()
+    shape = ScorerShape(LAYERS, KV_HEADS, HEAD_DIM, hidden=8)
+    path = tmp_path / "w.safetensors"
+    policies = []
+    for seed in (1, 1, 2):
+        policies.append(lm.bind(KVP(weights=make.weights_file(path, shape, "5e", seed))))
+    assert policies[0] is policies[1]
+    assert not torch.equal(policies[0]._agents[0].w1, policies[2]._agents[0].w1)
+
+
+def test_unbound_or_bound_to_another_geometry(tmp_path: Path) -> None:
+    policy = KVP(weights=weights_of(tmp_path, layers=LAYERS + 1))
+    with pytest.raises(BadInput, match=r"call bind\(model\) first"):
+        policy.score(Specimen(5, KV_HEADS, 1, torch.float32, dim=HEAD_DIM).observe())
+    cells = [cell_of(Ranker(policy, policy.pins), 33), *cells_of(["knorm"], [33])]
+    done = try_out(loaded("llama"), prompt_of(), cells).done.cells
+    failure = done[cells[0]]
+    assert isinstance(failure, Failure)
+    assert "policy 'kvp'" in failure.reason
+    assert "(layers, KV heads, head size) (5, 2, 16), tiny-llama has (4, 2, 16)" in failure.reason
+    assert not isinstance(done[cells[1]], Failure)
 
 
 def test_native_pins_and_contract() -> None:

@@ -13,6 +13,7 @@ from tests.laws.lab import (
     BUDGETS,
     SCHEDULES,
     SPECS,
+    N,
     Trial,
     cells_of,
     loaded,
@@ -64,6 +65,35 @@ def test_one_cell_or_all(arch: str, schedule: str, spec: str) -> None:
         for cell in (cell for cell in done.cells if cell.spec == spec):
             alone = try_out(done.lm, done.prompt, [cell])
             assert_agree(done, alone, cell)
+
+
+@pytest.mark.parametrize("arch", ["llama", "sliding"])
+def test_schedules_in_one_call(arch: str) -> None:
+    """Cells of three schedules, mixed: each as in a call of its own."""
+    apart = [trial(arch, schedule) for schedule in SCHEDULES]
+    apart.append(try_out(loaded(arch), prompt_of(), cells_of(SPECS, BUDGETS, "chunked", 50)))
+    cells = [cell for done in apart for cell in done.cells]
+    random.Random(1).shuffle(cells)
+    together = try_out(loaded(arch), prompt_of(), cells)
+    assert set(together.done.cells) == set(cells)
+    for done in apart:
+        for cell in done.cells:
+            assert same_positions(done.kept(cell), together.kept(cell)), cell
+            one, other = done[cell], together[cell]
+            assert one.outcome.answer.label == other.outcome.answer.label
+            assert one.outcome.nll == pytest.approx(other.outcome.nll, abs=CLOSE)
+            assert (one.kept, one.peak, one.eviction_cost) == (other.kept, other.peak, other.eviction_cost)
+
+
+def test_the_full_cache_is_a_cell() -> None:
+    """A cell without a policy gets the full cache's numbers, beside others and alone."""
+    full, cells = Cell(None, None), cells_of(("knorm",), BUDGETS)
+    for company in ([full], [*cells, full]):
+        done = try_out(loaded("llama"), prompt_of(), company)
+        assert done[full] is done.done.full
+        assert done[full].kept == N
+    with pytest.raises(ValueError, match="both or neither"):
+        Cell(cells[0].policy, None)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 from pathlib import Path
@@ -15,7 +16,7 @@ from kvbench.contract.data import filler
 from kvbench.errors import BadInput, UnknownName, UnsupportedModel
 from kvbench.model import gguf
 from kvbench.model import open as models
-from kvbench.model.geometry import Geometry, read_geometry
+from kvbench.model.geometry import Geometry, drop_idle_window, read_geometry
 from kvbench.model.open import LoadedModel, check_model, fingerprint_folder, load_model
 from tests.tiny import ARCHS, tiny_config, tiny_model, tiny_tokenizer
 
@@ -73,8 +74,32 @@ def test_the_shape_of_every_architecture(arch: str) -> None:
 def test_a_window_as_long_as_the_input_is_no_window(arch: str) -> None:
     config = tiny_config(arch)
     config.sliding_window = 8192
+    before = config.to_dict()
     assert read_geometry(config).full_layers == (0, 1, 2, 3)
+    assert config.to_dict() == before  # reading changes nothing; who builds a model drops the window
+    drop_idle_window(config)
     assert config.sliding_window is None
+    assert set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    assert read_geometry(config).full_layers == (0, 1, 2, 3)
+
+
+def test_a_window_that_is_filled_stays() -> None:
+    config = tiny_config("sliding")
+    before = config.to_dict()
+    drop_idle_window(config)
+    assert config.to_dict() == before
+
+
+def test_a_model_is_built_without_an_idle_window(folder: Path, tmp_path: Path) -> None:
+    asked = tmp_path / "idle"
+    tiny_tokenizer(chat=True).save_pretrained(asked)
+    config = tiny_config("mistral")
+    config.sliding_window = 8192
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(asked)
+    assert json.loads((asked / "config.json").read_text())["sliding_window"] == 8192
+    lm = load_model(str(asked), "cpu")
+    assert lm.model.config.sliding_window is None
+    assert lm.geometry.full_layers == (0, 1, 2, 3)
 
 
 def altered(arch: str, **values: Any) -> Any:
