@@ -157,6 +157,6 @@ def _copied(module: nn.Module) -> nn.Module:
     other._modules = {}
     for name, linear in module.named_children():
         twin = copy.copy(linear)
-        twin._parameters = {"weight": nn.Parameter(linear.weight.detach().clone())}
+        twin._parameters = {"weight": nn.Parameter(linear.get_parameter("weight").detach().clone())}
         other.add_module(name, twin)
     return other
