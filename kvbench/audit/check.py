@@ -6,8 +6,8 @@ layer that breaks it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field, replace
 from types import CodeType
 from typing import Any
 
@@ -18,7 +18,7 @@ from ..contract.model_description import ModelDescription
 from ..contract.need import Need
 from ..contract.observation import Observation
 from ..contract.pins import Pins
-from ..contract.policy import Policy
+from ..contract.policy import Policy, TrainedFor
 from ..contract.registry import POLICIES, parameters
 from ..engine.bind import bind_policy
 from ..engine.score import score_seeing, validated_score
@@ -26,6 +26,7 @@ from ..errors import KvbenchError, PluginError
 from .finding import Finding
 from .specimen import Specimen, specimens
 
+Layers = Callable[[TrainedFor | None], Iterable[Specimen]]
 Trial = Callable[[Policy, Specimen, Tensor], str]  # what breaks, in words; "" when nothing does
 
 FEEDS: dict[str, frozenset[Need]] = {  # part of a layer -> the needs that let a policy look at it
@@ -61,8 +62,10 @@ class Scores:
     declined: list[str] = field(default_factory=list)
 
 
-def check_policy(spec: str) -> list[Finding]:
+def check_policy(spec: str, layers: Layers = specimens) -> list[Finding]:
     """Try the contract on a policy given by name or spec. Runs on the CPU.
+
+    layers: what it is tried on, smallest first, given the geometry that a learned policy fits.
 
     Raises: UnknownName and BadInput for the spec, PluginError when the policy cannot be imported.
     """
@@ -75,7 +78,7 @@ def check_policy(spec: str) -> list[Finding]:
     if not written[0].passed:  # without its declarations nothing else can be tried
         return written
     with torch.no_grad():
-        scored = _score_all(policy)
+        scored = _score_all(policy, layers(policy.trained_for))
         steady = _tried("is deterministic, whatever was scored before", scored, _changed)
         if not steady.passed:  # what compares scores would blame whatever it changed
             scored.unsteady = "not tried: the same layer gets another score each time"
@@ -93,10 +96,10 @@ def _finding(law: str, fault: str) -> Finding:
     return Finding(law, not fault, fault)
 
 
-def _score_all(policy: Policy) -> Scores:
+def _score_all(policy: Policy, layers: Iterable[Specimen]) -> Scores:
     found = Scores()
     bound: dict[ModelDescription, Policy] = {}
-    for specimen in specimens(policy.trained_for):
+    for specimen in layers:
         try:
             if specimen.model not in bound:
                 bound[specimen.model] = bind_policy(specimen.model, policy)
@@ -241,9 +244,10 @@ def _inputs(seen: Observation) -> dict[str, Tensor]:
 
 def _changed(policy: Policy, specimen: Specimen, score: Tensor) -> str:
     seen = specimen.observe()
+    twin = bind_policy(specimen.model, replace(policy))  # another instance of the same parameters
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
-        again = [validated_score(policy, seen), validated_score(policy, seen)]
+        again = [validated_score(each, seen) for each in (policy, policy, twin)]
     same = all(torch.equal(one, score) for one in again)
     return "" if same else "another score for the same layer"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ KINDS: dict[str, str] = {
     "plain": "one chunk from position 0",
     "gaps": "kept slots with gaps, then a chunk",
     "flat": "all tokens alike",
+    "empty": "all keys and values 0",
 }
 
 
@@ -30,15 +32,16 @@ class Specimen:
     """One kind of layer. group: query heads per KV head. slots: tokens in the cache.
 
     kind: "plain", one chunk; "gaps", slots kept from earlier chunks (each KV head its own) before
-    the chunk; "flat", every slot holds the same key and value, as a repeated token can give.
-    layers: evicted ones of its model, of which it is the first.
+    the chunk; "flat", every slot holds the same key and value, as a repeated token can give; "empty",
+    keys and values are 0, so that norms and spreads are, too. layers: evicted ones of its model, of which
+    it is the first.
     """
 
     slots: int
     kv_heads: int
     group: int
     dtype: torch.dtype
-    kind: Literal["plain", "gaps", "flat"] = "plain"
+    kind: Literal["plain", "gaps", "flat", "empty"] = "plain"
     dim: int = DIM
     layers: int = 2
 
@@ -79,13 +82,14 @@ class Specimen:
         heads, kept = self.kv_heads * self.group, self.slots - self.new
         seen = 3 * kept + self.new
         state = (self.slots if self.kind != "flat" else 1, self.dim)
+        size = 0.0 if self.kind == "empty" else 1.0
 
         def draw(part: str, *shape: int) -> Tensor:
             return torch.stack([_normal((part, row, part == other), shape) for row in rows])
 
         positions = torch.stack([self._positions(row, kept) for row in rows])
-        keys = draw("keys", self.kv_heads, *state).expand(-1, -1, self.slots, -1)
-        values = draw("values", self.kv_heads, *state).expand(-1, -1, self.slots, -1)
+        keys = (size * draw("keys", self.kv_heads, *state)).expand(-1, -1, self.slots, -1)
+        values = (size * draw("values", self.kv_heads, *state)).expand(-1, -1, self.slots, -1)
         future = draw("future", self.kv_heads, seen).abs()
         return Observation(
             layer=self.model.evicted_layers[0],
@@ -108,10 +112,7 @@ class Specimen:
 
     def _positions(self, row: int, kept: int) -> Tensor:
         """(kv_head, slot): ascending, each KV head with its own gaps, then the chunk."""
-        chosen = [
-            torch.randperm(3 * kept, generator=_generator("kept", row, head))[:kept].sort().values
-            for head in range(self.kv_heads)
-        ]
+        chosen = [_kept(row, head, kept) for head in range(self.kv_heads)]
         chunk = torch.arange(3 * kept, 3 * kept + self.new).expand(self.kv_heads, -1)
         return torch.cat([torch.stack(chosen), chunk], dim=1)
 
@@ -124,13 +125,29 @@ def specimens(trained: TrainedFor | None = None) -> Iterator[Specimen]:
         for dtype in (torch.float32, torch.bfloat16):
             yield Specimen(slots, kv_heads, group, dtype, dim=dim, layers=layers)
             if slots > 1 and kv_heads == heads[-1] and group > 1:  # the widest stand for the unusual ones
-                yield Specimen(slots, kv_heads, group, dtype, "gaps", dim, layers)
-                yield Specimen(slots, kv_heads, group, dtype, "flat", dim, layers)
+                for kind in ("gaps", "flat", "empty"):
+                    yield Specimen(slots, kv_heads, group, dtype, kind, dim, layers)
+
+
+def few_specimens(trained: TrainedFor | None = None) -> Iterator[Specimen]:
+    """The widest layer of each kind at a few sizes, for a test suite that tries a hundred policies."""
+    dtypes = {1: torch.bfloat16, 2: torch.bfloat16, 5: torch.bfloat16, 300: torch.float32}
+    found = [layer for layer in specimens(trained) if layer.dtype == dtypes.get(layer.slots)]
+    yield from {(layer.slots, layer.kind): layer for layer in found}.values()  # the last one is the widest
+
+
+# Drawing takes longer than most policies: what a layer is made of is drawn once, and copied.
+
+
+@functools.cache
+def _kept(row: int, head: int, kept: int) -> Tensor:
+    return torch.randperm(3 * kept, generator=_generator("kept", row, head))[:kept].sort().values
 
 
 def _generator(*parts: object) -> torch.Generator:
     return torch.Generator().manual_seed(draw_key(*parts) & 0x7FFFFFFF)
 
 
+@functools.cache
 def _normal(parts: tuple[object, ...], shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=_generator(*parts))

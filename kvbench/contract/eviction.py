@@ -1,6 +1,6 @@
 """Eviction error: how much of the attention that the future paid was evicted.
 
-u_i is the utility of a cached token (see kvbench.observe.streamed_sums): the attention that the
+u_i is the utility of a cached token (see contract.attention_sums): the attention that the
 question and the reference answer pay to it on the full cache, maxed over the query heads of its group.
 """
 

@@ -126,7 +126,7 @@ def guarded(task: Task, doing: str, call: Callable[[], Result]) -> Result:
 class Task(ABC):
     """Base of all tasks. Subclass as a frozen dataclass whose fields are the parameters.
 
-    source: paper or repository. metric: the main metric's name (see kvbench.metrics).
+    source: paper or repository. metric: the main metric's name (see kvbench.contract.metrics).
     question: "withheld" (eviction happens before the question is read) or "seen".
     schedule, chunk: default loop ("prefill", or "chunked" with tokens per chunk); see `loop`.
     pins: default pins, "native" or FIRST,LAST.
@@ -158,7 +158,7 @@ class Task(ABC):
 
     @abstractmethod
     def score(self, sample: Sample, answer: Answer) -> dict[str, float]:
-        """Official metrics of one answer: name -> value in the unit of kvbench.metrics."""
+        """Official metrics of one answer: name -> value in the unit of kvbench.contract.metrics."""
 
     def check(self, data: str | None) -> None:  # noqa: B027 - most generated tasks have nothing to check
         """Raise BadInput or DataNotFound early, before any model loads."""

@@ -1,7 +1,7 @@
 """`kvbench eviction-error`: how well policies rank recorded tokens.
 
 For every trace and split point, each policy ranks the tokens before the split from recorded queries, keys
-and values (see kvbench.ranked); the recorded future says what each ranking cost. One row per (policy,
+and values (see `learn.ranked`); the recorded future says what each ranking cost. One row per (policy,
 budget, trace), in the schema of a run, so `table` and `plot` read them.
 """
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from kvbench.audit import check
-from kvbench.audit.check import Finding, check_policy
-from kvbench.audit.specimen import PARTS, Specimen
+from kvbench.audit.check import Finding, Layers, check_policy
+from kvbench.audit.specimen import KINDS, PARTS, Specimen, few_specimens
 from kvbench.contract import registry
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
@@ -43,15 +43,16 @@ def _made(score: Callable[..., Any], needs: set[Need]) -> type[Policy]:
 
 @pytest.fixture
 def try_(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Finding]]:
-    """Check a policy made of a score function on a few small layers: the broken laws by first words."""
+    """Check a policy made of a score function on a few small layers: the broken laws by name."""
     policies = Registry("policy", "kvbench.policies", Policy)
     for module in (registry, check):
         monkeypatch.setattr(module, "POLICIES", policies)
-    monkeypatch.setattr(check, "specimens", lambda trained: iter(SMALL))
 
-    def run(score: Callable[..., Any], *needs: Need) -> dict[str, Finding]:
+    def run(
+        score: Callable[..., Any], *needs: Need, layers: Layers = lambda trained: SMALL
+    ) -> dict[str, Finding]:
         register("made", source="a test")(_made(score, set(needs)))
-        return {finding.law: finding for finding in check_policy("made") if not finding.passed}
+        return {finding.law: finding for finding in check_policy("made", layers) if not finding.passed}
 
     return run
 
@@ -96,26 +97,26 @@ def test_a_sound_policy_breaks_no_law(try_: Callable[..., dict[str, Finding]]) -
     assert try_(_norms, Need.KEYS) == {}
 
 
-@pytest.mark.parametrize(
-    ("score", "needs", "law", "detail"),
-    [
-        (_writes, [Need.KEYS], "is pure", "writes into keys"),
-        (_writes_and_draws, [Need.KEYS], "is pure", "random state: use seen.uniform(); it writes into keys"),
-        (_writes_shared, [Need.KEYS, Need.WINDOW_QUERIES], "is pure", "shared ('window', 4)"),
-        (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "is pure", "random state"),
-        (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "is deterministic", "another score"),
-        (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "reads only", "not tried"),
-        (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "scores each row", "not tried"),
-        (_remembers(), [Need.KEYS], "is deterministic", "another score"),
-        (_peeks, [Need.KEYS], "reads only", "queries"),
-        (_norms, [Need.VALUES], "reads only", "keys"),
-        (lambda seen: seen.uniform(), [Need.KEYS], "reads only", "not declared"),
-        (_mixes, [Need.KEYS], "scores each row", "alone"),
-        (_only_small, [Need.KEYS], "score is finite", "5 slots, 1 KV head, 3 query heads each, bfloat16"),
-        (lambda seen: _norms(seen) / 0, [Need.KEYS], "score is finite", "1 slot"),
-        (lambda seen: _norms(seen).tolist(), [Need.KEYS], "score is finite", "list"),
-    ],
-)
+BROKEN: list[tuple[Any, list[Need], str, str]] = [
+    (_writes, [Need.KEYS], "is pure", "writes into keys"),
+    (_writes_and_draws, [Need.KEYS], "is pure", "random state: use seen.uniform(); it writes into keys"),
+    (_writes_shared, [Need.KEYS, Need.WINDOW_QUERIES], "is pure", "shared ('window', 4)"),
+    (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "is pure", "random state"),
+    (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "is deterministic", "another score"),
+    (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "reads only", "not tried"),
+    (lambda seen: torch.rand_like(_norms(seen)), [Need.KEYS], "scores each row", "not tried"),
+    (_remembers(), [Need.KEYS], "is deterministic", "another score"),
+    (_peeks, [Need.KEYS], "reads only", "queries"),
+    (_norms, [Need.VALUES], "reads only", "keys"),
+    (lambda seen: seen.uniform(), [Need.KEYS], "reads only", "not declared"),
+    (_mixes, [Need.KEYS], "scores each row", "alone"),
+    (_only_small, [Need.KEYS], "score is finite", "5 slots, 1 KV head, 3 query heads each, bfloat16"),
+    (lambda seen: _norms(seen) / 0, [Need.KEYS], "score is finite", "1 slot"),
+    (lambda seen: _norms(seen).tolist(), [Need.KEYS], "score is finite", "list"),
+]
+
+
+@pytest.mark.parametrize(("score", "needs", "law", "detail"), BROKEN)
 def test_a_broken_law_is_found_with_its_smallest_layer(
     try_: Callable[..., dict[str, Finding]], score: Any, needs: list[Need], law: str, detail: str
 ) -> None:
@@ -123,6 +124,44 @@ def test_a_broken_law_is_found_with_its_smallest_layer(
     found = [finding for name, finding in broken.items() if name.startswith(law)]
     assert len(found) == 1
     assert detail in found[0].detail
+
+
+@pytest.mark.parametrize(("score", "needs", "law", "detail"), BROKEN)
+def test_the_few_layers_that_every_policy_is_tried_on_find_it_too(
+    try_: Callable[..., dict[str, Finding]], score: Any, needs: list[Need], law: str, detail: str
+) -> None:
+    assert any(name.startswith(law) for name in try_(score, *needs, layers=few_specimens))
+
+
+def test_the_few_layers_are_of_every_kind() -> None:
+    few = list(few_specimens())
+    assert {layer.kind for layer in few} == set(KINDS)
+    assert {layer.dtype for layer in few} == {torch.float32, torch.bfloat16}
+    assert max(layer.slots for layer in few) == 300
+    assert len(few) < 15
+
+
+def test_a_norm_of_zero_is_tried(try_: Callable[..., dict[str, Finding]]) -> None:
+    (found,) = try_(lambda seen: 1 / _norms(seen), Need.KEYS, layers=few_specimens).values()
+    assert "all keys and values 0" in found.detail
+
+
+def test_weights_drawn_when_a_policy_is_made_are_found(try_: Callable[..., dict[str, Finding]]) -> None:
+    """Two processes would make two of it, and their rows would differ."""
+
+    @dataclass(frozen=True)
+    class Drawn(Policy):
+        needs = frozenset({Need.KEYS})
+
+        def __post_init__(self) -> None:
+            object.__setattr__(self, "size", float(torch.rand(())))
+
+        def score(self, seen: Observation) -> torch.Tensor:
+            return self.size * _norms(seen)  # type: ignore[attr-defined, no-any-return]
+
+    register("drawn", source="a test")(Drawn)
+    broken = [finding for finding in check_policy("drawn", lambda trained: SMALL) if not finding.passed]
+    assert any(finding.law.startswith("is deterministic") for finding in broken)
 
 
 @dataclass(frozen=True)

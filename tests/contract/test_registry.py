@@ -64,7 +64,8 @@ def test_built_ins_enter_through_entry_points() -> None:
 
 def test_listing_names_loads_neither_torch_nor_a_policy() -> None:
     program = (
-        "import sys; from kvbench.registry import POLICIES, TASKS; POLICIES.names(); TASKS.target('boolq');"
+        "import sys; from kvbench.contract.registry import POLICIES, TASKS; "
+        "POLICIES.names(); TASKS.target('boolq');"
         "print(sorted({'torch', 'kvbench.policies.snapkv', 'kvbench.tasks.boolq'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

@@ -155,7 +155,7 @@ def test_scores_are_metrics_in_their_units(name: str) -> None:
             assert score == task.score(sample, answer)
             assert (built.metric or task.metric) in score
             for metric, value in score.items():
-                assert metric in METRICS, f"declare {metric} with kvbench.metrics.add_metric"
+                assert metric in METRICS, f"declare {metric} with kvbench.contract.metrics.add_metric"
                 assert isinstance(value, float)
                 assert math.isfinite(value)
                 low, high = METRICS[metric].limits or (None, None)

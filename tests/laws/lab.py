@@ -27,19 +27,11 @@ from kvbench.engine.evaluate import evaluate
 from kvbench.engine.measure import Failure, Measurement, SampleResult
 from kvbench.model.open import LoadedModel
 from kvbench.model.prompt import Continuation, Prompt
+from tests.laws.kinds import representatives
 from tests.tiny import KV_HEADS, LAYERS, tiny_loaded, tiny_model
 
-
-def names() -> list[str]:
-    """Every registered policy but learned ones (weights fit one model, and none of these) and broken ones
-    (the contract tests report those)."""
-    broken = POLICIES.failures()
-    whole = [name for name in POLICIES.names() if name not in broken]
-    return [name for name in whole if getattr(POLICIES.get(name), "trainer", None) is None]
-
-
-# The registered policies, and two whose defaults are larger than these prompts.
-SPECS = (*names(), "snapkv:window=8,kernel=3", "lagkv:sinks=2,lag=8")
+# One registered policy of each kind, and two whose defaults are larger than these prompts.
+SPECS = (*representatives(), "snapkv:window=8,kernel=3", "lagkv:sinks=2,lag=8")
 SCHEDULES = ("prefill", "chunked")
 N, CHUNK, BUDGETS = 70, 24, (8, 33)  # chunks of 24, 24, 22; budgets on both sides of a chunk
 FOREVER = 1 << 40

@@ -90,7 +90,7 @@ def run_kvbench(work: Work) -> dict[str, Any]:
     """An ordinary run, without the seconds that it takes to import libraries and to load the weights."""
     import kvbench
     import kvbench.engine.evaluate
-    import kvbench.runner
+    import kvbench.study.runner
     from kvbench.model.open import OpenModel, open_model
 
     open_model(work.model, "cpu", "float32")  # imports transformers

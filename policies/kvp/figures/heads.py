@@ -1,6 +1,6 @@
 """Numbers about KV heads, from rankings of recorded tokens: how sharp, how wrong, how alike.
 
-order: slots, the one to keep longest first; utility: future attention of each slot (see kvbench.ranked).
+order: slots, the one to keep longest first; utility: future attention of each slot (see `learn.ranked`).
 """
 
 from __future__ import annotations
