@@ -6,7 +6,7 @@ import json
 import math
 import random
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,43 +17,47 @@ from ..errors import BadInput, StoreError
 from ..store.manifest import MANIFEST, read_manifest
 from ..store.results import ROWS, Row, stored_rows
 from ..store.row_files import line_of
+from ..study.config import RunConfig
 from ..study.runner import run
+from .differences import differences
 from .sources import settings_of
 
 SHOWN = 20  # differences in the report
-LATER = ("family", "data", "cut_tokens")  # fields that rows of the first releases do not have
 
 
 @dataclass
 class Repetition:
     """What a repetition gave. equal: rows that are the same bit for bit, times aside. close: rows whose
-    metrics are the same within the tolerance. different: what differs, in words, by key. missing: keys
-    that the repetition did not give. notes: what the runs said.
+    metrics are the same within the tolerance. near_ties, different: what differs, in words, by key; the
+    former come again within the tolerance when one near-tie falls the other way. missing: keys that the
+    repetition did not give. notes: what the runs said.
     """
 
     path: Path
     tolerance: float
     equal: int = 0
     close: int = 0
+    near_ties: dict[str, str] = field(default_factory=dict)
     different: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
     def text(self) -> str:
-        total = self.equal + self.close + len(self.different)
+        total = self.equal + self.close + len(self.near_ties) + len(self.different)
         lines = [f"note: {note}" for note in self.notes]
         lines += [
             f"{total} rows of {self.path} repeated: {self.equal} equal bit for bit (times aside), "
-            f"{self.close} within {self.tolerance:g}, {len(self.different)} different"
+            f"{self.close} within {self.tolerance:g}, {len(self.near_ties)} after a near-tie that fell the "
+            f"other way, {len(self.different)} different"
         ]
         if self.missing:
             lines.append(
                 f"{len(self.missing)} rows did not come again, the first: {self.missing[0]}: the data, the "
                 "weights of a policy or kvbench itself have changed"
             )
-        lines += [f"  {told}" for told in list(self.different.values())[:SHOWN]]
-        if len(self.different) > SHOWN:
-            lines.append(f"  and {len(self.different) - SHOWN} more")
+        lines += [f"  {told}" for told in [*self.near_ties.values(), *self.different.values()][:SHOWN]]
+        if (more := len(self.near_ties) + len(self.different) - SHOWN) > 0:
+            lines.append(f"  and {more} more")
         return "\n".join(lines)
 
 
@@ -93,7 +97,18 @@ def rerun(
         again = {row.key: row for row in stored_rows(folder)[0]}
     for key in chosen:
         _compare(report, key, rows[key], again.get(key))
+    if report.different:
+        _explain(report, configs, rows)
     return report
+
+
+def _explain(report: Repetition, configs: Sequence[RunConfig], rows: Mapping[str, Row]) -> None:
+    """Tell the rows that differ because a near-tie fell the other way from those that are different."""
+    from .near_ties import flipped_ties
+
+    different = {key: rows[key] for key in report.different if rows[key].status == "ok"}
+    for key, tie in flipped_ties(configs, different, report.tolerance):
+        report.near_ties[key] = f"{report.different.pop(key)}: a near-tie fell the other way ({tie})"
 
 
 def _policies_then(specs: Sequence[str], rows: dict[str, Row]) -> tuple[str, ...]:
@@ -140,27 +155,9 @@ def _begin(folder: Path, manifest: dict[str, Any], rows: list[Row]) -> None:
 def _compare(report: Repetition, key: str, before: Row, after: Row | None) -> None:
     if after is None:
         report.missing.append(key)
-        return
-    then, now = before.as_dict(), after.as_dict()
-    told = [
-        f"{name} {then.get(name)!r} then, {now.get(name)!r} now"
-        for name in {**then, **now}
-        if name not in ("schema", "times", "metrics", *(field for field in LATER if then[field] is None))
-        and then.get(name) != now.get(name)
-    ]
-    old, new = before.metrics, after.metrics
-    moved = [name for name in {**old, **new} if old.get(name) != new.get(name)]
-    far = [name for name in moved if not _close(old.get(name), new.get(name), report.tolerance)]
-    told += [f"{name} {old.get(name)} then, {new.get(name)} now" for name in far]
-    if told:
+    elif told := differences(before, after, report.tolerance):
         report.different[key] = f"{before.title}: {'; '.join(told)}"
-    elif moved:
+    elif before.metrics != after.metrics:
         report.close += 1
     else:
         report.equal += 1
-
-
-def _close(old: float | None, new: float | None, tolerance: float) -> bool:
-    if old is None or new is None:
-        return False
-    return abs(old - new) <= tolerance * max(1.0, abs(old))

@@ -31,7 +31,7 @@ ROWS_LIMIT = 3 * 2**30  # bytes of K/V of all kept sets evaluated in one batch
 
 
 @dataclass(frozen=True, eq=False)
-class _Context:
+class ReadSample:
     """What the cells of a sample share.
 
     ids: (token,). draw: key of the sample's random draws. room: slots behind the context, for all that may be
@@ -65,7 +65,7 @@ def evaluate(
     """
     request = AnswerRequest(lm, prompt, sample, draft)
     bound = bind_policies(lm, (cell.policy for cell in cells if cell.policy is not None))
-    full, context = _evaluate_full(request, bound, cells, key)
+    full, context = evaluate_full(request, bound, cells, key)
     results: dict[Cell, Measurement | Failure] = {}
     evicted: list[Cell] = []
     for cell in dict.fromkeys(cells):
@@ -77,13 +77,13 @@ def evaluate(
             evicted.append(cell)
     if context is not None:
         for batch in _batch_cells(lm, evicted, len(prompt.context), context.room):
-            results |= _evaluate_batch(context, batch)
+            results |= evaluate_batch(context, batch)
     return SampleResult(full, {cell: results[cell] for cell in cells})
 
 
-def _evaluate_full(
+def evaluate_full(
     request: AnswerRequest, bound: BoundPolicies, cells: Sequence[Cell], key: int
-) -> tuple[Measurement, _Context | None]:
+) -> tuple[Measurement, ReadSample | None]:
     """The full cache: it reads, answers, and ranks for the prefill schedule while its queries exist.
 
     The policies that look at the future rank when it has answered. No context when the prompt has none.
@@ -111,7 +111,7 @@ def _evaluate_full(
         rankings = rankings.joined(rank_stored(bound, cache, [late], moment, future.scalings))
     costs = measure_costs(rankings, utility)
     full = Measurement(outcome, held.pairs, held.slots, held.nbytes, 0.0, None, times)
-    return full, _Context(
+    return full, ReadSample(
         request, bound, ids, key, room, cache, rankings, costs, future.utility, utility, answers, prefill_s
     )
 
@@ -154,7 +154,7 @@ def _batch_cells(lm: LoadedModel, cells: Sequence[Cell], n: int, room: int) -> I
         yield batch
 
 
-def _evaluate_batch(context: _Context, cells: Sequence[Cell]) -> dict[Cell, Measurement | Failure]:
+def evaluate_batch(context: ReadSample, cells: Sequence[Cell]) -> dict[Cell, Measurement | Failure]:
     """Evict to the budget of every cell of one schedule, answer from all kept sets at once, measure."""
     lm = context.bound.lm
     compressed = compress(context.bound, cells, _choose_source(context, cells[0]), context.room)
@@ -184,7 +184,7 @@ def _evaluate_batch(context: _Context, cells: Sequence[Cell]) -> dict[Cell, Meas
     return done
 
 
-def _choose_source(context: _Context, cell: Cell) -> Source:
+def _choose_source(context: ReadSample, cell: Cell) -> Source:
     """How the context is read under a cell's schedule."""
     if cell.schedule.chunk is None:
         return ReadContext(context.full, len(context.ids), context.rankings)

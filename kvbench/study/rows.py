@@ -39,20 +39,29 @@ def sample_rows(
     found = evaluate(lm, sample, prompt, missing, key, work.config.draft)
     rows = []
     for cell in missing:
-        row = replace(
-            _blank(work, cell, sample),
-            context_tokens=len(prompt.context),
-            question_tokens=len(prompt.question),
-        )
         measured = found.cells[cell]
         if isinstance(measured, Failure):
+            row = _read_row(work, cell, sample, prompt)
             rows.append(replace(row, status="failed", reason=measured.reason))
-            continue
-        try:
-            rows.append(replace(row, **_measurements(work, cell, sample, measured, found.full)))
-        except PluginError as error:
-            rows.append(replace(row, status="failed", reason=str(error)))
+        else:
+            rows.append(measured_row(work, cell, sample, prompt, measured, found.full))
     return rows
+
+
+def measured_row(
+    work: Workload, cell: Cell, sample: Sample, prompt: Prompt, measured: Measurement, full: Measurement
+) -> Row:
+    """The row of a cell that was evaluated; a failed one where the task cannot score the answer."""
+    row = _read_row(work, cell, sample, prompt)
+    try:
+        return replace(row, **_measurements(work, cell, sample, measured, full))
+    except PluginError as error:
+        return replace(row, status="failed", reason=str(error))
+
+
+def _read_row(work: Workload, cell: Cell, sample: Sample, prompt: Prompt) -> Row:
+    row = _blank(work, cell, sample)
+    return replace(row, context_tokens=len(prompt.context), question_tokens=len(prompt.question))
 
 
 def failed_rows(work: Workload, sample: Sample, wanted: Set[str], reason: str) -> list[Row]:

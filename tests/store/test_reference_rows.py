@@ -1,4 +1,9 @@
-"""A few cells of the committed runs, measured again: what `make reference` does for all of them."""
+"""A few cells of the committed runs, measured again: what `make reference` does for all of them.
+
+What is promised on another kind of processor: metrics within TOLERANCE, unless two tokens whose scores are
+equal up to rounding change places at the cut. `rerun` names them, and gives the committed numbers when they fall
+as they did; every other difference fails.
+"""
 
 from __future__ import annotations
 
@@ -20,4 +25,4 @@ def test_a_sample_of_a_committed_run_comes_again(name: str) -> None:
             pytest.skip(f"{package} is not installed")
     report = rerun(REFERENCE / name, samples=1, tolerance=TOLERANCE, progress=False)
     assert (report.different, report.missing) == ({}, []), report.text()
-    assert report.equal + report.close > 40  # every policy and budget of one sample
+    assert report.equal + report.close + len(report.near_ties) > 40  # every policy and budget of one sample
