@@ -18,8 +18,9 @@ from kvbench.engine.cache import Cache
 from kvbench.engine.forward import read
 from kvbench.engine.observe import Moment
 from kvbench.engine.passes import read_and_rank
-from kvbench.learn.collect import TraceConfig, _samples, answered
+from kvbench.learn.collect import TraceConfig, _samples
 from kvbench.learn.ranked import probe_trace
+from kvbench.learn.record import answer_prompt
 from kvbench.learn.trace import TraceSet
 from kvbench.model.open import LoadedModel, open_model
 from kvbench.model.prompt import Continuation, Prompt
@@ -137,7 +138,7 @@ def test_another_model_is_refused(traces: TraceSet, tmp_path: Path) -> None:
 @torch.inference_mode()
 def test_the_models_own_answers(lm: LoadedModel) -> None:
     prompt = Prompt(tuple(range(10, 30)), (40, 41), (), Continuation((1, 2, 3, 4, 5), 5))
-    found = answered(lm, prompt)
+    found = answer_prompt(lm, prompt)
     assert (found.context, found.question) == (prompt.context, prompt.question)
     assert 0 < len(found.reference.ids) <= 5
     ids = [*prompt.context, *prompt.question]

@@ -251,7 +251,7 @@ def test_random_draws_stay_with_their_token() -> None:
     left = dataclasses.replace(whole, positions=survivors, keys=whole.keys[:, :, ::3])
     assert Random().score(left).equal(draws[..., ::3])
     others = [draws[0, 1]] + [
-        Random().score(dataclasses.replace(whole, **change))[0, 0] for change in ({"layer": 4}, {"key": 1})
+        Random().score(dataclasses.replace(whole, **change))[0, 0] for change in ({"layer": 4}, {"_draw": 1})
     ]
     for other in others:
         assert (other != draws[0, 0]).float().mean() > 0.99

@@ -15,7 +15,7 @@ from kvbench.contract.registry import POLICIES
 from kvbench.engine import attention
 from kvbench.engine.evaluate import evaluate
 from kvbench.engine.measure import Measurement
-from kvbench.learn.collect import record
+from kvbench.learn.record import record
 from kvbench.learn.trace import utilities
 from kvbench.model import memory
 from kvbench.model.open import LoadedModel

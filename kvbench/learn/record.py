@@ -1,0 +1,94 @@
+"""One trace: a prompt and its reference, read once, with what every evicted layer computed.
+
+In: a LoadedModel, a prompt, and the cell that its context is cut to, if any. Out: queries, keys and values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ..contract.cell import Cell
+from ..contract.draws import draw_key
+from ..engine.attention import Layer
+from ..engine.bind import bind_policies
+from ..engine.cache import Cache
+from ..engine.forward import read
+from ..engine.observe import Moment
+from ..engine.passes import read_and_rank
+from ..engine.selection import evict
+from ..errors import BadInput
+from ..model.lm import LoadedModel
+from ..model.prompt import Continuation, Prompt
+
+Recording = tuple[list[tuple[Tensor, Tensor, Tensor]], float]  # per layer q, k, v; the factor on logits
+
+
+class _Recorder:
+    """Observer that keeps queries, keys and values of the full-attention layers."""
+
+    def __init__(self, layers: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.layers = layers
+        self.dtype = dtype
+        self.parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {layer: [] for layer in layers}
+        self.scaling = 0.0
+
+    def __call__(self, layer: Layer) -> None:
+        if layer.index not in self.parts:
+            return
+        keys, values, _ = layer.bucket.view(layer.index)
+        new = layer.queries.shape[2]
+        part = (layer.queries[0], keys[0, :, -new:], values[0, :, -new:])
+        self.parts[layer.index].append(tuple(t.to("cpu", self.dtype, copy=True) for t in part))  # type: ignore[arg-type]
+        self.scaling = layer.scaling
+
+    def finish(self) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Per full layer: queries, keys, values of the whole sequence."""
+        joined = []
+        for layer in self.layers:
+            q, k, v = (torch.cat(pieces, 1) for pieces in zip(*self.parts[layer], strict=True))
+            joined.append((q, k, v))
+        return joined
+
+
+@torch.inference_mode()
+def answer_prompt(lm: LoadedModel, prompt: Prompt) -> Prompt:
+    """The prompt with the model's own greedy answer as reference: as long as the given one at most."""
+    start = len(prompt.context) + len(prompt.question)
+    cache = Cache.empty(lm.geometry.layers, start + len(prompt.reference.ids))
+    ids = torch.tensor([*prompt.context, *prompt.question], device=lm.device)
+    answer: list[int] = []
+    while len(answer) < len(prompt.reference.ids):
+        position = start + len(answer) - 1 if answer else 0
+        token = int(read(lm, cache, ids, position)[0, -1].argmax())
+        if token in lm.eos_ids:
+            break
+        answer.append(token)
+        ids = torch.tensor([token], device=lm.device)
+    return replace(prompt, reference=Continuation(tuple(answer), len(answer)))
+
+
+@torch.inference_mode()
+def record(
+    lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str
+) -> Recording:
+    """One prompt followed by its reference: (queries, keys, values) per full-attention layer, scaling."""
+    recorder = _Recorder(lm.geometry.full_layers, dtype)
+    context = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
+    rest = torch.tensor([*prompt.question, *prompt.reference.ids], device=lm.device)
+    cache = Cache.empty(lm.geometry.layers, len(context) + len(rest))
+    if eviction is None or not prompt.context:
+        read(lm, cache, torch.cat([context, rest]), 0, observer=recorder)
+        return recorder.finish(), recorder.scaling
+    bound = bind_policies(lm, [eviction.ranker.policy])
+    if bound.failures:
+        raise BadInput(next(iter(bound.failures.values())))
+    moment = Moment(len(context), len(context), draw_key(name))
+    rankings, _ = read_and_rank(bound, cache, context, [[eviction.ranker]], moment, recorder)
+    if rankings.failures:
+        raise BadInput(next(iter(rankings.failures.values())))
+    cache, _ = evict(lm, cache, [eviction], [0], rankings, len(rest))
+    read(lm, cache, rest, len(context), observer=recorder)
+    return recorder.finish(), recorder.scaling
