@@ -37,7 +37,7 @@ def whole(folder: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, 
 Whole = tuple[Path, kvbench.RunResult]
 
 
-def assert_same_table(one: kvbench.RunResult, other: kvbench.runner.RunResult) -> None:
+def assert_same_table(one: kvbench.RunResult, other: kvbench.RunResult) -> None:
     """All aggregates but those of times, whatever the folder is called."""
     tables = [
         found.table[~found.table["metric"].str.endswith("_s")].drop(columns="run", errors="ignore")
