@@ -108,7 +108,7 @@ def _run(config: kvbench.RunConfig) -> None:
 def _compared(folder: Path, kills: int, moments: int) -> Soak:
     expected, found = (
         [
-            {name: value for name, value in row.items() if name != "times"}
+            {name: value for name, value in row.as_dict().items() if name != "times"}
             for row in stored_rows(folder / name)[0]
         ]
         for name in ("whole", "killed")

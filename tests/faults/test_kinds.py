@@ -108,9 +108,9 @@ def test_b57_words_that_readers_take_for_nothing(tmp_path: Path) -> None:
     frame = read_rows(tmp_path)
     assert frame["label"].tolist() == frame["gold_label"].tolist() == words
     for word, one in zip(words, rows, strict=True):
-        with Store.open(tmp_path / one["sample"], {}, {}) as store:
+        with Store.open(tmp_path / one.sample, {}, {}) as store:
             store.append([one])
-        lines = aggregate(read_rows(tmp_path / one["sample"]), ["accuracy"])
+        lines = aggregate(read_rows(tmp_path / one.sample), ["accuracy"])
         read = list(csv.DictReader(io.StringIO(render(lines, "csv"))))
         assert read[0]["majority_label"] == word
         assert json.loads(render(lines, "json"))[0]["majority_label"] == word

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from kvbench.contract import data
 from kvbench.contract.data import Dataset, rows
 from kvbench.contract.registry import POLICIES, TASKS, register, register_task
+from kvbench.contract.task import Task
 from kvbench.errors import BadInput, KvbenchError, PluginError
 from kvbench.model.open import OpenModel, open_model
 from kvbench.show.plot import file_name
 from kvbench.study import runner
 from kvbench.study.config import RunConfig
-from kvbench.study.plan import plan_task
-from kvbench.study.samples import Work
+from kvbench.study.samples import SampleOptions, TaskSamples, prepare
 from tests.laws import toy
 from tests.laws.runs import config, python, recorded
 
@@ -60,11 +60,11 @@ def opened(folder: str) -> OpenModel:
     return open_model(folder, "cpu")
 
 
-def built(opened: OpenModel, task: str, file: Path, *found: Any) -> Work:
+def built(opened: OpenModel, task: str, file: Path, *found: Any) -> TaskSamples:
     """The samples that a task makes of these rows."""
     file.write_text("".join(json.dumps(row) + "\n" for row in found), encoding="utf-8")
-    settings = RunConfig(("knorm",), (task,), (8,), data=str(file))
-    return Work.build(settings, plan_task(settings, TASKS.parse(task), []), opened)
+    made: Task = TASKS.parse(task)
+    return prepare(made, opened, SampleOptions(made.question, data=str(file)))
 
 
 @pytest.mark.parametrize("task", GOOD)
@@ -133,8 +133,8 @@ def test_half_a_surrogate_pair_is_refused(opened: OpenModel, tmp_path: Path) -> 
 
 def test_nul_bytes_and_controls_are_text_like_any_other(opened: OpenModel, tmp_path: Path) -> None:
     row = {**GOOD["boolq"], "passage": "a\x00b\x07\u2028c"}
-    work = built(opened, "boolq", tmp_path / "rows.jsonl", row)
-    ((_, prompt),) = work.items
+    made = built(opened, "boolq", tmp_path / "rows.jsonl", row)
+    ((_, prompt),) = made.items
     assert "a\x00b\x07\u2028c" in opened.tokenizer.decode([*prompt.context, *prompt.question])  # type: ignore[union-attr]
 
 

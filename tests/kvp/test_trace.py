@@ -16,12 +16,13 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from kvbench.errors import BadInput, StoreError
+from kvbench.learn import collect as collecting
 from kvbench.learn import trace
 from kvbench.learn.collect import TraceConfig, collect
 from kvbench.learn.trace import TraceSet
 from kvbench.model.open import OpenModel
 from kvbench.model.prompt import Prompt
-from kvbench.study.samples import Work
+from kvbench.study.samples import TaskSamples
 from tests.kvp.make import model_folder
 from tests.laws.lab import FOREVER, _slow_attention
 from tests.tiny import KV_HEADS, LAYERS, tiny_model
@@ -39,14 +40,14 @@ def config(folder: str, out: Path, **changes: Any) -> TraceConfig:
 def prompts(monkeypatch: pytest.MonkeyPatch) -> list[Prompt]:
     """The prompts of whatever is collected from now on."""
     seen: list[Prompt] = []
-    build = Work.build
+    build = collecting.prepare
 
-    def spy(*args: Any) -> Work:
-        work = build(*args)
-        seen.extend(prompt for _, prompt in work.items if isinstance(prompt, Prompt))
-        return work
+    def spy(*args: Any) -> TaskSamples:
+        found = build(*args)
+        seen.extend(prompt for _, prompt in found.items if isinstance(prompt, Prompt))
+        return found
 
-    monkeypatch.setattr(Work, "build", spy)
+    monkeypatch.setattr(collecting, "prepare", spy)
     return seen
 
 
@@ -157,14 +158,14 @@ def test_a_budget_without_eviction_changes_nothing(folder: str, tmp_path: Path) 
 
 def test_a_context_that_is_empty(folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything withheld: there is nothing to evict, but it is no reason to crash."""
-    build = Work.build
+    build = collecting.prepare
 
-    def without(*args: Any) -> Work:
-        work = build(*args)
-        items = [(sample, replace(prompt, context=())) for sample, prompt in work.items]  # type: ignore[type-var]
-        return replace(work, items=items)
+    def without(*args: Any) -> TaskSamples:
+        made = build(*args)
+        items = [(sample, replace(prompt, context=())) for sample, prompt in made.items]  # type: ignore[type-var]
+        return replace(made, items=items)
 
-    monkeypatch.setattr(Work, "build", without)
+    monkeypatch.setattr(collecting, "prepare", without)
     found = collect(config(folder, tmp_path / "t", samples=1), progress=False)
     assert found.infos[0].context == 0
     assert found[0].layer(0)[1].shape[1] == found.infos[0].tokens

@@ -12,19 +12,18 @@ from unittest.mock import patch
 import pytest
 from typer.testing import CliRunner
 
-import kvbench
 from kvbench.audit.rerun import rerun
 from kvbench.audit.verify import verify
 from kvbench.cli import main as cli
-from kvbench.contract.identity import IDENTITY, IN_MANIFEST
+from kvbench.contract.identity import AXES
 from kvbench.errors import BadInput, StoreError
 from kvbench.model.open import OpenModel
 from kvbench.show.plot import plot
 from kvbench.show.table import render
 from kvbench.stats.aggregate import aggregate
 from kvbench.store.manifest import MANIFEST
-from kvbench.store.results import ROWS, read_rows
-from kvbench.study.samples import Work
+from kvbench.store.results import ROWS, SCHEMA, read_rows
+from kvbench.study.workload import Workload
 from tests.laws import toy
 from tests.laws.runs import config, lines, recorded
 
@@ -180,8 +179,8 @@ def test_the_identity_of_a_row_is_what_the_runner_hashes(run: Path, folder: str)
 
     settings = config(folder, run)
     plan = plan_task(settings, TASKS.parse("laws_toy"), [])
-    work = Work.build(settings, plan, open_model(folder, "cpu"))
-    assert set(work.configuration(plan.full)) == {*IDENTITY, *IN_MANIFEST}
+    work = Workload.build(settings, plan, open_model(folder, "cpu"))
+    assert set(work.configuration(plan.full)) == {axis.name for axis in AXES}
 
 
 # rerun
@@ -307,4 +306,4 @@ def test_runs_of_before_there_were_settings_are_checked_as_far_as_they_go() -> N
     assert found["key and config of every row follow from what it says"].detail.startswith(
         "2 rows are not of"
     )
-    assert kvbench.results.SCHEMA == 1
+    assert SCHEMA == 1

@@ -34,7 +34,7 @@ from kvbench.model.open import LoadedModel, OpenModel, open_model
 from kvbench.model.prompt import Prompt
 from kvbench.study.config import RunConfig
 from kvbench.study.plan import TaskPlan, plan_task
-from kvbench.study.samples import Work
+from kvbench.study.workload import Workload
 
 HEURISTICS = ("random", "streaming_llm", "knorm", "keydiff", "lagkv", "tova", "snapkv")
 ONE_MORE = "snapkv:window=16,kernel=5"
@@ -44,11 +44,11 @@ MORE_BUDGETS = (64, 128, 256, 384, 512, 1024)
 Times = dict[str, list[float]]
 
 
-def planned(opened: OpenModel, length: int, policies: tuple[str, ...], budgets: tuple[int, ...]) -> Work:
+def planned(opened: OpenModel, length: int, policies: tuple[str, ...], budgets: tuple[int, ...]) -> Workload:
     task = f"needle:length={length},max_new_tokens=12"
     config = RunConfig(policies, (task,), budgets, limit=1)
     plan = plan_task(config, TASKS.parse(task), [POLICIES.parse(spec) for spec in policies])
-    return Work.build(config, plan, opened)
+    return Workload.build(config, plan, opened)
 
 
 def seconds(call: Callable[[], Any]) -> float:

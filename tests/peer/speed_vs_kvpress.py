@@ -130,14 +130,10 @@ def prompts(work: Work) -> list[tuple[Any, tuple[int, ...], tuple[int, ...]]]:
     """Our samples with our ids of context and question, which kvpress must read, too."""
     from kvbench.contract.registry import TASKS
     from kvbench.model.open import open_model
-    from kvbench.study.config import RunConfig
-    from kvbench.study.plan import plan_task
-    from kvbench.study.samples import Work as Planned
+    from kvbench.study.samples import SampleOptions, prepare
 
-    config = RunConfig(work.policies, (work.task,), work.budgets, limit=work.prompts, model=work.model)
-    opened = open_model(work.model, "cpu", "float32")
-    plan = plan_task(config, TASKS.parse(work.task), [])
-    items = Planned.build(config, plan, opened).items
+    task, opened = TASKS.parse(work.task), open_model(work.model, "cpu", "float32")
+    items = prepare(task, opened, SampleOptions(task.question, limit=work.prompts)).items
     return [(sample, prompt.context, prompt.question) for sample, prompt in items]  # type: ignore[union-attr]
 
 

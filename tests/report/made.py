@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
-from kvbench.store.results import Store
+from kvbench.store.results import Row, Store
 from tests.store.synthetic import STYLE, TASKS, make_run, row
 
 VOID = {"meta", "input", "br", "link", "img", "hr"}
@@ -17,7 +17,7 @@ HOSTILE = "knorm:note=</script><script>alert(1)</script><img src=x onerror=alert
 __all__ = ["HOSTILE", "STYLE", "Element", "Seen", "make_rows", "make_run", "row", "seen"]
 
 
-def make_rows(folder: Path, rows: list[dict[str, Any]], **sections: Any) -> Path:
+def make_rows(folder: Path, rows: list[Row], **sections: Any) -> Path:
     with Store.open(folder, FIXED, {"style": STYLE, "tasks": TASKS, **sections}) as store:
         store.append(rows)
     return folder

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from kvbench.contract.identity import fingerprint
-from kvbench.store.results import Store
+from kvbench.contract.identity import fingerprint, row_axes
+from kvbench.store.results import Row, Store
 
 POLICIES = ("random", "streaming_llm", "knorm", "snapkv", "snapkv:window=64", "tova", "oracle")
 BUDGETS = (32, 64, 128, 256, 512)
@@ -26,7 +26,7 @@ STYLE: dict[str, dict[str, Any]] = {
 TASKS = {"boolq": {"metric": "accuracy"}, "needle:length=512": {"metric": "string_match"}}
 
 
-def row(spec: str, budget: int | None, sample: str = "s0", **changes: Any) -> dict[str, Any]:
+def row(spec: str, budget: int | None, sample: str = "s0", **changes: Any) -> Row:
     """One row of the schema; `changes` overwrites fields, `metrics` are replaced as a whole."""
     base: dict[str, Any] = {
         "schema": 1, "policy": spec.split(":")[0], "spec": spec, "params": {}, "task": "boolq",
@@ -42,7 +42,9 @@ def row(spec: str, budget: int | None, sample: str = "s0", **changes: Any) -> di
     names = ("spec", "task_spec", "model", "budget", "schedule", "chunk", "pins", "question", "seed")
     base["config"] = fingerprint([base[name] for name in names])
     base["key"] = fingerprint([base["config"], base["sample"]])
-    return base
+    axes = {axis.name for axis in row_axes()}
+    settings = {name: base.pop(name) for name in list(base) if name in axes}
+    return Row(settings=settings, **base)
 
 
 def _quality(spec: str, budget: int | None) -> float:
@@ -51,7 +53,7 @@ def _quality(spec: str, budget: int | None) -> float:
     return 0.05 + 0.9 * (budget / 1003) ** (0.75 - 0.65 * SKILL.get(spec, 0.4))
 
 
-def sample_rows(index: int, policies: tuple[str, ...] = POLICIES) -> list[dict[str, Any]]:
+def sample_rows(index: int, policies: tuple[str, ...] = POLICIES) -> list[Row]:
     """All rows of one boolq and one needle sample; a better policy is right on more samples."""
     draw = random.Random(index)
     luck, gold = draw.random(), "01"[draw.random() < 0.62]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,11 @@ from kvbench.errors import UnknownName
 from kvbench.stats.aggregate import aggregate, available
 from kvbench.stats.bootstrap import Measured, intervals
 from kvbench.stats.panels import panels
-from kvbench.store.results import Store, read_rows
+from kvbench.store.results import Row, Store, read_rows
 from tests.store.synthetic import make_run, row
 
 
-def frame_of(tmp_path: Path, rows: list[dict[str, Any]]) -> pd.DataFrame:
+def frame_of(tmp_path: Path, rows: list[Row]) -> pd.DataFrame:
     with Store.open(tmp_path / "run", {}, {}) as store:
         store.append(rows)
     return read_rows(tmp_path / "run")
@@ -152,6 +153,6 @@ def test_full_cache_joins_every_panel(tmp_path: Path) -> None:
 
 
 def test_two_runs_of_one_policy_are_told_apart(tmp_path: Path) -> None:
-    rows = frame_of(tmp_path, [row("knorm", 64), {**row("knorm", 64), "key": "k", "config": "bf16"}])
+    rows = frame_of(tmp_path, [row("knorm", 64), replace(row("knorm", 64), key="k", config="bf16")])
     ((_, lines),) = panels(aggregate(rows.assign(run=["a", "b"]), ["accuracy"]))
     assert lines["label"].tolist() == ["knorm (a)", "knorm (b)"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,14 @@ from kvbench.stats.aggregate import aggregate, prepared
 from kvbench.stats.compare import compare, every_pair, paired
 from kvbench.stats.compare_rules import compare_rules
 from kvbench.stats.significance import detectable, holm, mcnemar, sign_flip
-from kvbench.store.results import read_rows
+from kvbench.store.results import Row, read_rows
 from tests.store.synthetic import make_run, row
 from tests.store.test_aggregate import frame_of
 
 SAMPLES = 220
 
 
-def b58() -> list[dict[str, Any]]:
+def b58() -> list[Row]:
     """220 samples, 80 both right, 30 against 12 discordant."""
     right = [(1.0, 1.0)] * 80 + [(1.0, 0.0)] * 30 + [(0.0, 1.0)] * 12 + [(0.0, 0.0)] * 98
     rows = []
@@ -147,10 +148,10 @@ def test_paired_refuses_what_it_cannot_pair(tmp_path: Path) -> None:
 # Seeds
 
 
-def seeded(spec: str, budget: int | None, sample: str, seed: int, value: float) -> dict[str, Any]:
+def seeded(spec: str, budget: int | None, sample: str, seed: int, value: float) -> Row:
     """A row as a run of several seeds writes it: its family is the same for all seeds."""
     made = row(spec, budget, sample, seed=seed, metrics={"accuracy": value})
-    return made | {"family": f"{spec} {budget}"}
+    return replace(made, family=f"{spec} {budget}")
 
 
 def test_one_sample_under_three_seeds_is_one_sample(tmp_path: Path) -> None:
@@ -267,7 +268,7 @@ def test_formats_agree(tmp_path: Path) -> None:
         render_comparison(frame, "pdf")
 
 
-def two_rules() -> list[dict[str, Any]]:
+def two_rules() -> list[Row]:
     """Native pins are right on the first 6 of 20 samples, the same pins on 18; tova has one rule only."""
     rows = []
     for index in range(20):

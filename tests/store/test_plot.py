@@ -17,8 +17,11 @@ from kvbench.contract.metrics import METRICS, Metric
 from kvbench.errors import UnknownName
 from kvbench.show.plot import figure, plot
 from kvbench.show.style import GREY, styles
+from kvbench.show.table import render
 from kvbench.stats.aggregate import aggregate
+from kvbench.stats.compare import paired
 from kvbench.stats.panels import panels
+from kvbench.store.frame import metrics_of
 from kvbench.store.results import Store, read_rows
 from tests.store.synthetic import BUDGETS, POLICIES, STYLE, make_run, row
 
@@ -105,14 +108,16 @@ def test_a_stored_metric_keeps_its_unit_and_its_name_becomes_a_file(tmp_path: Pa
     told = {"name": name, "unit": "0..1", "description": "d", "better": "lower", "limits": [0.0, 1.0]}
     with Store.open(tmp_path, {}, {"metrics": {name: told}}) as store:
         store.append([row("knorm", 64, metrics={name: 0.5}), row("full", None, metrics={name: 0.2})])
-    assert name not in METRICS
-    try:
-        rows = read_rows(tmp_path)
-        assert METRICS[name] == Metric(name, "0..1", "d", "lower")
-        assert (metrics.added()[name]["limits"], aggregate(rows, [name])["unit"][0]) == ((0.0, 1.0), "0..1")
-        assert plot(tmp_path, name)[0].name == "boolq-exact_strict.png"
-    finally:
-        metrics._known.pop(name, None)
+    rows = read_rows(tmp_path)
+    assert metrics_of(rows) == {name: Metric(name, "0..1", "d", "lower")}
+    lines = aggregate(rows, [name])
+    assert (lines["unit"][0], metrics_of(lines)) == ("0..1", metrics_of(rows))
+    assert "lower is better" in render(lines)
+    assert "0.50" in render(lines)  # in the precision of its unit
+    assert paired(rows, "full", name)["loss"].tolist() == [1]
+    assert plot(tmp_path, name)[0].name == "boolq-exact_strict.png"
+    assert name not in METRICS  # reading changes nothing that another run would see
+    assert name not in metrics.dump_metrics()
 
 
 @pytest.mark.parametrize("budgets", [(), (64,), (64, 66, 512)])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import gzip
-import json
 import os
 import re
 import signal
@@ -12,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from kvbench.errors import StoreError
 from kvbench.stats.aggregate import aggregate
 from kvbench.store.manifest import MANIFEST
 from kvbench.store.results import ROWS, TORN, Store, read_manifest, read_rows, stored_rows
-from kvbench.store.row_files import PACKED
+from kvbench.store.row_files import PACKED, line_of
 from tests.store.synthetic import row
 
 FIXED = {"model": "m", "seed": 0, "pins": (4, 16)}
@@ -67,7 +67,7 @@ def test_any_text_and_any_number_round_trip(text: str, label: str | None, key: s
         assert (read["text"], read["label"], read["sample"], read["reason"]) == (text, label, key, text)
         assert read["metric:kl"] == number
         with open_store(Path(folder)) as store:
-            assert store.done == {given["key"]}
+            assert store.done == {given.key}
 
 
 def test_columns_and_types(tmp_path: Path) -> None:
@@ -90,11 +90,11 @@ def test_done_leaves_failed_rows_to_be_tried_again(tmp_path: Path) -> None:
     ]
     with open_store(tmp_path) as store:
         store.append(rows)
-        assert store.done == {rows[0]["key"], rows[1]["key"]}
+        assert store.done == {rows[0].key, rows[1].key}
     with open_store(tmp_path) as store:
-        assert store.done == {rows[0]["key"], rows[1]["key"]}
+        assert store.done == {rows[0].key, rows[1].key}
         store.append([row("snapkv", 32, text="second try")])
-        assert rows[2]["key"] in store.done
+        assert rows[2].key in store.done
     frame = read_rows(tmp_path)
     assert len(frame) == 3
     assert frame.set_index("spec").loc["snapkv", "text"] == "second try"
@@ -105,12 +105,12 @@ def test_same_row_is_ignored_another_one_refused(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.append([first])
         before = (tmp_path / ROWS).read_bytes()
-        store.append([{**first, "times": {"prefill_s": 2.0}}])
+        store.append([replace(first, times={"prefill_s": 2.0})])
         fresh = row("knorm", 64)
         with pytest.raises(StoreError, match="other content"):
-            store.append([fresh, {**first, "metrics": {"accuracy": 0.0}}])
+            store.append([fresh, replace(first, metrics={"accuracy": 0.0})])
         assert (tmp_path / ROWS).read_bytes() == before  # not even the fresh one of that sample
-        assert fresh["key"] not in store.done
+        assert fresh.key not in store.done
 
 
 @pytest.mark.parametrize("tail", [b'{"key": "ab', b"\x00\x00\x00", b"{}"])
@@ -123,7 +123,7 @@ def test_torn_last_line_is_set_aside(tmp_path: Path, tail: bytes) -> None:
         file.write(tail)
     assert len(read_rows(tmp_path)) == 1  # a reader is not disturbed
     with open_store(tmp_path) as store:
-        assert store.done == {kept["key"]}
+        assert store.done == {kept.key}
         assert len(store.notes) == 1
         assert "half written" in store.notes[0]
         store.append([row("knorm", 64)])
@@ -135,7 +135,7 @@ def test_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
     with open_store(tmp_path) as store:
         store.append([row("snapkv", 64)])
     with open(tmp_path / ROWS, "ab") as file:
-        file.write(b"garbage\n" + json.dumps(row("knorm", 64)).encode() + b"\n")
+        file.write(b"garbage\n" + line_of(row("knorm", 64)).encode() + b"\n")
     with pytest.raises(StoreError, match="line 2 is not JSON"):
         read_rows(tmp_path)
     with pytest.raises(StoreError, match="line 2 is not JSON"):
@@ -145,7 +145,7 @@ def test_broken_line_in_the_middle_is_named(tmp_path: Path) -> None:
 def test_killed_process_loses_only_the_sample_in_flight_and_frees_the_folder(tmp_path: Path) -> None:
     script = (
         "import sys, time\n"
-        "from kvbench.results import Store\n"
+        "from kvbench.store.results import Store\n"
         "from tests.store.synthetic import row\n"
         f"store = Store.open(sys.argv[1], {FIXED!r}, {{}})\n"
         "store.append([row('snapkv', 64), row('knorm', 64)])\n"
@@ -229,7 +229,7 @@ def test_unusable_folders_say_what_to_do(tmp_path: Path) -> None:
             read_rows(folder)
     with pytest.raises(StoreError, match=r"no manifest.json"):
         read_manifest(tmp_path)
-    (tmp_path / ROWS).write_text(json.dumps(row("knorm", 64)) + "\n")
+    (tmp_path / ROWS).write_text(line_of(row("knorm", 64)) + "\n")
     with pytest.raises(StoreError, match=r"has no manifest.json"):
         open_store(tmp_path)
 
@@ -241,7 +241,7 @@ def test_values_that_are_not_json_are_refused(tmp_path: Path) -> None:
 
 
 def test_newer_schema_is_refused(tmp_path: Path) -> None:
-    (tmp_path / ROWS).write_text(json.dumps(row("knorm", 64, schema=2)) + "\n")
+    (tmp_path / ROWS).write_text(line_of(row("knorm", 64, schema=2)) + "\n")
     with pytest.raises(StoreError, match=r"line 1: row schema 2.*upgrade"):
         read_rows(tmp_path)
 
@@ -273,11 +273,11 @@ def test_a_packed_folder_reads_the_same_and_is_unpacked_to_go_on(tmp_path: Path)
     pd.testing.assert_frame_equal(read_rows(tmp_path), plain)
     assert stored_rows(tmp_path) == (before, b"")
     with open_store(tmp_path) as store:
-        assert store.done == {before[0]["key"]}
+        assert store.done == {before[0].key}
         assert any("unpacked" in note for note in store.notes)
         store.append([row("knorm", 128)])
     assert not (tmp_path / PACKED).exists()
-    assert [found["budget"] for found in stored_rows(tmp_path)[0]] == [64, 128]
+    assert [found.settings["budget"] for found in stored_rows(tmp_path)[0]] == [64, 128]
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ def test_packed_rows_need_their_manifest_and_plain_rows_come_first(tmp_path: Pat
     with open_store(tmp_path) as store:
         store.append([row("knorm", 64)])
     pack(tmp_path)
-    (tmp_path / ROWS).write_text(json.dumps(row("knorm", 128)) + "\n")
+    (tmp_path / ROWS).write_text(line_of(row("knorm", 128)) + "\n")
     assert read_rows(tmp_path)["budget"].tolist() == [128]
     (tmp_path / ROWS).unlink()
     (tmp_path / MANIFEST).unlink()
