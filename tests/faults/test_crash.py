@@ -20,7 +20,7 @@ from kvbench.learn.trace import TraceSet, TraceWriter
 from kvbench.store import manifest
 from kvbench.store.results import Store
 from tests.laws import toy
-from tests.laws.runs import by_key, config, lines, python, recorded
+from tests.laws.runs import by_key, config, forked, lines, recorded
 
 FEW: dict[str, Any] = {"policies": ("knorm",), "tasks": ("laws_toy",), "budgets": (8,)}
 
@@ -42,7 +42,7 @@ except errors.StoreError as error:
 @pytest.mark.usefixtures("toys")
 def test_a_disk_that_fills_up_loses_nothing(folder: str, tmp_path: Path) -> None:
     settings = config(folder, tmp_path / "run", **FEW)
-    done = python(SMALL_DISK.format(config=settings))
+    done = forked(SMALL_DISK.format(config=settings))
     assert "free space and run the same command again, finished samples are kept" in done.stdout, done.stderr
     before = lines(tmp_path / "run")
     assert 0 < len(before) < 8
@@ -112,7 +112,7 @@ def test_a_clock_that_jumps_back_changes_no_row(folder: str, tmp_path: Path) -> 
     source = Path(kvbench.__file__).parent
     uses = {
         file.name
-        for file in source.glob("*.py")
+        for file in source.rglob("*.py")
         if re.search(r"time\.time\(|datetime\.now|utcnow", file.read_text())
     }
     assert uses == {"manifest.py"}

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvbench.study.interrupt import deferred_interrupt
-from tests.laws.runs import by_key, config, lines, python, recorded
+from tests.laws.runs import by_key, config, forked, lines, recorded
 
 # Ctrl-C once, and in a second folder twice, while the second sample of the second task is scored.
 PROGRAM = """
@@ -48,7 +48,7 @@ def test_an_interrupted_run(folder: str, tmp_path: Path) -> None:
     settings = config(folder, tmp_path / "whole")
     command = f"run --policy {','.join(settings.policies)} --task {','.join(settings.tasks)} --budgets 8,20 "
     command += f"--model {folder} --device cpu --out {tmp_path}/"
-    done = python(PROGRAM, COMMAND=command)
+    done = forked(PROGRAM, COMMAND=command)
     assert done.returncode == 0, done.stderr
     recorded(settings)
     for times, samples in SAMPLES.items():
