@@ -1,8 +1,8 @@
 """A few cells of the committed runs, measured again: what `make reference` does for all of them.
 
 What is promised on another kind of processor: metrics within TOLERANCE, unless two tokens whose scores are
-equal up to rounding change places at the cut. `rerun` names them, and gives the committed numbers when they fall
-as they did; every other difference fails.
+equal up to rounding change places at the cut. `rerun` names them, and gives the committed numbers when they
+fall as they did; every other difference fails.
 """
 
 from __future__ import annotations
