@@ -17,7 +17,7 @@ from kvbench.contract.registry import TASKS, expand_tasks
 from kvbench.contract.task import Answer, Sample, Samples, Setting
 from kvbench.errors import BadInput, DataNotFound
 from kvbench.model.prompt import build_prompt, count_tokens, render_turns, token_ends, uses_chat
-from kvbench.tasks.ppl import dialogues, half
+from kvbench.tasks.ppl.trees import dialogues, half
 from tests.tasks.test_prompt import sentencepiece_like
 from tests.tiny import CHAT, tiny_model, tiny_tokenizer
 
