@@ -15,7 +15,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from kvbench.engine import compress as loop
+from kvbench.engine import ranking as loop
 from kvbench.model.open import LoadedModel
 from tests.laws.lab import SCHEDULES, SPECS, Positions, cells_of, loaded, prompt_of, try_out
 from tests.tiny import tiny_model
