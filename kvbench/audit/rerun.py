@@ -142,11 +142,11 @@ def _compare(report: Repetition, key: str, before: Row, after: Row | None) -> No
         report.missing.append(key)
         return
     then, now = before.as_dict(), after.as_dict()
+    apart = {"schema", "times", "metrics", *(name for name in LATER if then[name] is None)}
     told = [
         f"{name} {then.get(name)!r} then, {now.get(name)!r} now"
         for name in {**then, **now}
-        if name not in ("schema", "times", "metrics", *(field for field in LATER if then[field] is None))
-        and then.get(name) != now.get(name)
+        if name not in apart and then.get(name) != now.get(name)
     ]
     old, new = before.metrics, after.metrics
     moved = [name for name in {**old, **new} if old.get(name) != new.get(name)]

@@ -91,7 +91,7 @@ def speed(config: SpeedConfig, progress: bool = True) -> SpeedResult:
         check_fits(policy, opened)
     fixed = _fixed(opened)
     extra = {"style": style_of(policies), "tasks": {TASK: {"metric": "score_s", "source": "measured here"}}}
-    plan = _Plan(config, policies, fixed, opened.geometry)
+    plan = _SpeedPlan(config, policies, fixed, opened.geometry)
     with Store.open(path, fixed, extra) as store:
         missing = [item for item in plan.passes() if not plan.keys(*item) <= store.done]
         if missing:
@@ -145,7 +145,7 @@ def _default_folder(config: SpeedConfig) -> str:
     return f"results/speed-{config.model.replace('/', '_').strip('._')[-40:]}-{fingerprint(own)[:8]}"
 
 
-class _Plan:
+class _SpeedPlan:
     """The rows to measure and their identities."""
 
     def __init__(
@@ -200,7 +200,7 @@ class _Plan:
 
 
 def _measure(
-    plan: _Plan, missing: list[tuple[int, int]], lm: LoadedModel, store: Store, progress: bool
+    plan: _SpeedPlan, missing: list[tuple[int, int]], lm: LoadedModel, store: Store, progress: bool
 ) -> None:
     config = plan.config
     ids = _filler_ids(lm, max(config.lengths))
@@ -223,7 +223,7 @@ def _filler_ids(lm: LoadedModel, count: int) -> Tensor:
     return torch.tensor((ids * (-(-count // len(ids))))[:count], device=lm.device)
 
 
-def _full_row(plan: _Plan, lm: LoadedModel, passed: Passed, item: tuple[int, int], rate: float) -> Row:
+def _full_row(plan: _SpeedPlan, lm: LoadedModel, passed: Passed, item: tuple[int, int], rate: float) -> Row:
     """The cache without eviction: prefill and decoding, and what the device can do."""
     full = passed.full
     return replace(
@@ -239,7 +239,7 @@ def _full_row(plan: _Plan, lm: LoadedModel, passed: Passed, item: tuple[int, int
     )
 
 
-def _row(plan: _Plan, passed: Passed, ranker: Ranker, item: tuple[int, int]) -> Row:
+def _row(plan: _SpeedPlan, passed: Passed, ranker: Ranker, item: tuple[int, int]) -> Row:
     """One policy; its peak is that of the prefill where the policy itself needs less."""
     stages = passed.policies[ranker]
     row = plan.blank(ranker, *item)
