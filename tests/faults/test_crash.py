@@ -112,7 +112,7 @@ def test_a_clock_that_jumps_back_changes_no_row(folder: str, tmp_path: Path) -> 
     source = Path(kvbench.__file__).parent
     uses = {
         file.name
-        for file in source.glob("*.py")
+        for file in source.rglob("*.py")
         if re.search(r"time\.time\(|datetime\.now|utcnow", file.read_text())
     }
     assert uses == {"manifest.py"}
