@@ -28,7 +28,10 @@ def _are_numbers(values: Sequence[Any]) -> bool:
 
 
 def _are_measured(values: Mapping[str, Any]) -> bool:
-    return all(value is None or _is_number(value) for value in values.values())
+    kinds = set(map(type, values.values()))
+    if not kinds <= {float, int, type(None)}:
+        return False
+    return int not in kinds or all(value in INT64 for value in values.values() if type(value) is int)
 
 
 def _is_pair(values: Sequence[Any]) -> bool:

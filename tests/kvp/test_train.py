@@ -318,7 +318,7 @@ def test_layers_learn_apart(synthetic: TraceSet, name: str) -> None:
     parts = [train(config, TrainingSet.prepare(config, synthetic, range(i, i + 1))) for i in range(LAYERS)]
     joined = ScorerWeights.joined([weights for weights, _ in parts])
     for part, tensor in joined.tensors().items():
-        if (name, part) == ("rl", "b2"):  # moves all tokens of a head alike: its gradient is rounding
+        if part == "b2" and name in ("rl", "softsort"):  # moves all tokens alike: its gradient is rounding
             continue
         assert torch.allclose(tensor, whole.tensors()[part], atol=1e-5, rtol=0), part
     assert sum(one for _, one in parts) / LAYERS == pytest.approx(cost)

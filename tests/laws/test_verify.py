@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from kvbench.audit.rerun import rerun
 from kvbench.audit.verify import verify
 from kvbench.cli import main as cli
+from kvbench.cli.options import FAILED, REFUSED
 from kvbench.contract.identity import AXES
 from kvbench.errors import BadInput, StoreError
 from kvbench.model.open import OpenModel
@@ -290,13 +291,13 @@ def test_the_commands_exit_red_when_something_differs(run: Path) -> None:
     assert invoke("rerun", run, "--samples", "1").exit_code == 0
     change(run, lambda rows: [row.update(kept=1, text="x") for row in rows if row["status"] == "ok"])  # type: ignore[func-returns-value]
     done = invoke("verify", run)
-    assert done.exit_code == cli.FAILED
+    assert done.exit_code == FAILED
     assert "FAIL  kept pairs" in done.stdout
     done = invoke("rerun", run, "--samples", "1")
-    assert done.exit_code == cli.FAILED
+    assert done.exit_code == FAILED
     assert "kept 1 then" in done.stdout
-    assert invoke("rerun", run, "--samples", "0").exit_code == cli.REFUSED
-    assert invoke("rerun", run, "--tolerance", "nan").exit_code == cli.REFUSED
+    assert invoke("rerun", run, "--samples", "0").exit_code == REFUSED
+    assert invoke("rerun", run, "--tolerance", "nan").exit_code == REFUSED
 
 
 def test_runs_of_before_there_were_settings_are_checked_as_far_as_they_go() -> None:

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from base64 import b64encode
+from dataclasses import replace
 from hashlib import sha256
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ from typer.testing import CliRunner
 
 from kvbench.audit.verify import verify
 from kvbench.cli import main as cli
+from kvbench.contract.metrics import metric
 from kvbench.errors import BadInput, StoreError
 from kvbench.show.report import report
 from kvbench.show.report.numbers import read
@@ -137,7 +139,7 @@ def test_the_tables_say_what_the_aggregates_say(run: Path, parsed: Seen) -> None
     for policy in POLICIES:
         for budget in BUDGETS:
             (line,) = lines[(lines["policy"] == policy) & (lines["budget"] == budget)].to_dict("records")
-            mean, low, high = (number(line[name], "accuracy") for name in ("mean", "lo", "hi"))
+            mean, low, high = (number(line[name], metric("accuracy")) for name in ("mean", "lo", "hi"))
             assert f"{mean} [{low},{high}]" in table.text
 
 
@@ -265,7 +267,7 @@ def test_rows_without_a_full_cache_or_a_manifest(small: Path, tmp_path: Path) ->
 
 def test_what_is_missing_is_listed(tmp_path: Path) -> None:
     rows = [row(spec, 64, f"s{index}") for spec in ("knorm", "tova") for index in range(3)]
-    rows[4] |= {"status": "failed", "reason": "out of memory", "metrics": {}}
+    rows[4] = replace(rows[4], status="failed", reason="out of memory", metrics={})
     text = " ".join(seen(render([make_rows(tmp_path / "run", rows)])).by_id("sources").text.split())
     assert "failed: out of memory" in text
     assert "6, 1 failed" in text

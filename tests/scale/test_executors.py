@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +75,7 @@ def test_other_weights_on_a_worker_are_refused(folder: str, tmp_path: Path) -> N
     class Mixed(Local):
         def compute(self, hold: Hold, work: Work, jobs: Sequence[Any]) -> Iterator[tuple[int, Any]]:
             for index, rows in super().compute(hold, work, jobs):
-                yield index, [row | {"key": "0" * 16} for row in rows]
+                yield index, [replace(row, key="0" * 16) for row in rows]
 
     with toy.added(), pytest.raises(BadInput, match="same files"):
         kvbench.run(config(folder, tmp_path), progress=False, executor=Mixed())

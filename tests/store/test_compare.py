@@ -204,7 +204,10 @@ def test_unequal_numbers_of_seeds_pair_where_both_have_rows(tmp_path: Path) -> N
 
 def test_families_that_collide_or_are_missing_do_not_mix(tmp_path: Path) -> None:
     """Two data files give the same seed and sample twice; rows of older runs have no family."""
-    twice = [seeded("knorm", 64, "a", 0, 1.0), seeded("knorm", 64, "a", 0, 0.0) | {"key": "k", "config": "c"}]
+    twice = [
+        seeded("knorm", 64, "a", 0, 1.0),
+        replace(seeded("knorm", 64, "a", 0, 0.0), key="k", config="c"),
+    ]
     assert sorted(aggregate(frame_of(tmp_path / "a", twice), ["accuracy"])["mean"]) == [0.0, 1.0]
     old = [row("knorm", 64, seed=seed, metrics={"accuracy": float(seed)}) for seed in (0, 1)]
     assert sorted(aggregate(frame_of(tmp_path / "b", old), ["accuracy"])["mean"]) == [0.0, 1.0]
