@@ -1,7 +1,7 @@
 """Break a copy of the repository, run the tests that must notice, say what happened.
 
-Each mutation runs in a process that is forked from one that has the libraries loaded but nothing of ours: that
-saves the seconds of CPU that an import of transformers takes.
+Each mutation runs in a process that is forked from one that has the libraries loaded but nothing of ours:
+that saves the seconds of CPU that an import of transformers takes.
 """
 
 from __future__ import annotations

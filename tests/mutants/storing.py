@@ -93,8 +93,8 @@ MUTATIONS = [
     ),
     mutation(
         "statistics", "the metric's direction is lost: a lower nll is worse", METRICS,
-        'Metric("nll", "nats/token", "negative log-likelihood of the reference continuation", "lower", POSITIVE),',
-        'Metric("nll", "nats/token", "negative log-likelihood of the reference continuation", limits=POSITIVE),',
+        '"negative log-likelihood of the reference continuation", "lower", POSITIVE),',
+        '"negative log-likelihood of the reference continuation", limits=POSITIVE),',
         "store/test_compare.py::test_paired_with_the_full_cache_and_a_lower_is_better_metric",
     ),
     mutation(
