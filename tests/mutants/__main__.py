@@ -41,8 +41,9 @@ def main(given: Sequence[str] | None = None) -> int:
     stale = [(one, f"DOES NOT APPLY: {fault}") for one in chosen if (fault := one.fault(ROOT))]
     ready = [one for one in chosen if not one.fault(ROOT)]
     known = {} if options.again or not KNOWN.is_file() else json.loads(KNOWN.read_text())
-    todo = [one for one in ready if one.state(ROOT) not in known]
-    outcomes = run(todo, options.jobs)
+    states = {one: one.state(ROOT) for one in ready}  # before anybody goes on editing
+    outcomes = run([one for one in ready if states[one] not in known], options.jobs)
+    remember({states[one]: found.failed for one, found in outcomes.items() if found.verdict == CAUGHT})
     lines = [(one, told(outcomes[one]) if one in outcomes else "caught before") for one in ready]
     print(table([*lines, *stale]))
     bad = len(stale) + sum(outcome.verdict != CAUGHT for outcome in outcomes.values())
@@ -65,15 +66,13 @@ def run(todo: Sequence[Mutation], jobs: int) -> dict[Mutation, Outcome]:
     for one, outcome in caught.items():
         if anyway & set(outcome.failed):
             outcomes[one] = Outcome("FAILS ANYWAY", outcome.failed, outcome.seconds)
-    remember({one: outcome for one, outcome in outcomes.items() if outcome.verdict == CAUGHT})
     return outcomes
 
 
-def remember(caught: dict[Mutation, Outcome]) -> None:
+def remember(caught: dict[str, tuple[str, ...]]) -> None:
     KNOWN.parent.mkdir(exist_ok=True)
     before = json.loads(KNOWN.read_text()) if KNOWN.is_file() else {}
-    now = {one.state(ROOT): list(outcome.failed) for one, outcome in caught.items()}
-    KNOWN.write_text(json.dumps(before | now, indent=1))
+    KNOWN.write_text(json.dumps(before | caught, indent=1))
 
 
 def told(outcome: Outcome) -> str:
