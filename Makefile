@@ -63,6 +63,10 @@ unit: $(VENV)/ready-to-test
 fast: $(VENV)/ready-to-test
 	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
 
+# Breaks the code on purpose, law by law, and sees whether a test notices; ONLY=drafts takes a part of them.
+mutants: $(VENV)/ready-to-test
+	$(BIN)/python -m tests.mutants --only "$(ONLY)"
+
 # torch comes first and alone, so that no other requirement chooses it.
 $(VENV)/torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)

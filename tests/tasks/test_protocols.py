@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kvbench.contract.cell import PREFILL, Schedule
 from kvbench.contract.pins import Pins
 from kvbench.contract.registry import POLICIES, TASKS
 from kvbench.errors import BadInput
@@ -40,20 +41,21 @@ def test_an_option_goes_before_the_protocol() -> None:
     planned = plan("ruler/vt", protocol="controlled", pins="none", question="seen", chunk=32)
     assert (planned.question, planned.pins) == ("seen", "none")
     assert set(pins_of(planned).values()) == {Pins(0, 0)}
-    assert {(cell.schedule, cell.chunk) for cell in planned.all_cells} == {("chunked", 32)}
+    assert {cell.schedule for cell in planned.all_cells} == {Schedule("chunked", 32)}
 
 
 def test_very_long_prompts_are_read_in_chunks() -> None:
     loops = {length: TASKS.parse(f"ruler/vt:length={length}").loop() for length in (4096, 131072)}
     assert loops == {4096: ("prefill", None), 131072: ("chunked", 4096)}
-    assert {cell.chunk for cell in plan("ruler/vt:length=131072").all_cells} == {4096}
-    assert {cell.chunk for cell in plan("ruler/vt:length=131072", schedule="prefill").all_cells} == {None}
+    assert {cell.schedule.chunk for cell in plan("ruler/vt:length=131072").all_cells} == {4096}
+    at_once = plan("ruler/vt:length=131072", schedule="prefill")
+    assert {cell.schedule for cell in at_once.all_cells} == {PREFILL}
 
 
 def test_the_same_rules_make_the_same_rows() -> None:
     """How a rule was asked for is not part of a cell."""
     spelled = plan("ruler/vt", pins="4,16", question="withheld")
-    assert spelled.cells.keys() == plan("ruler/vt", protocol="controlled").cells.keys()
+    assert spelled.cells == plan("ruler/vt", protocol="controlled").cells
 
 
 def test_what_cannot_be_asked() -> None:
