@@ -12,7 +12,7 @@ import pandas as pd
 
 from ..errors import BadInput
 from ..show.report.numbers import read as read_numbers
-from ..stats.aggregate import aggregate, available
+from ..stats.aggregate import aggregate, list_metrics
 from ..store.manifest import shown_data
 from ..store.results import read_rows
 from .finding import Finding
@@ -77,7 +77,7 @@ def _lines(file: Path) -> list[dict[str, Any]]:
 def _stale(lines: list[dict[str, Any]], paths: Sequence[str | Path]) -> str:
     """The first number that the rows do not give, in words, or ""."""
     rows = read_rows(paths)
-    known = available(rows)
+    known = list_metrics(rows)
     names = list(dict.fromkeys(line["metric"] for line in lines if line["metric"] in known))
     frame = aggregate(rows, names)
     now = {tuple(line[name] for name in LINE): line for line in frame.to_dict("records")}

@@ -112,7 +112,7 @@ def eviction_error(
     from ..learn.eviction_error import ErrorConfig, measure
     from ..show.table import render
     from ..stats.aggregate import aggregate
-    from ..stats.compare import paired
+    from ..stats.compare import compare_pairs
     from ..store.results import read_rows
     from .options import parse_budgets
 
@@ -134,7 +134,7 @@ def eviction_error(
     if baseline:
         first = rows[rows["budget"] == min(config.budgets)]
         columns = ["policy", "difference", "lo", "hi", "n", "win", "tie", "loss", "p"]
-        pairs = paired(first, baseline, "eviction_cost")[columns]
+        pairs = compare_pairs(first, baseline, "eviction_cost")[columns]
         typer.echo(
             f"\neviction cost minus that of {baseline}, paired over traces, 95% interval, permutation test:"
         )

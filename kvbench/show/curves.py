@@ -26,7 +26,7 @@ from matplotlib.ticker import (
 from ..contract.cell import FULL
 from ..contract.metrics import describe
 from ..stats.bootstrap import Floats
-from ..stats.panels import short
+from ..stats.panels import shorten
 from .canvas import GRID
 from .footnotes import majority, only_pins
 from .style import GREY, LOWER, UPPER, Style
@@ -95,7 +95,7 @@ def _draw_policy(axes: Axes, part: pd.DataFrame, look: Style, shift: float) -> N
     (curve,) = axes.plot(
         budgets, mean, look.line, linewidth=look.width, marker=marker, markersize=6, **shared
     )
-    told = textwrap.fill(short(label), 30)
+    told = textwrap.fill(shorten(label), 30)
     curve.set_label(f"{told} (bracket)" if look.line in (LOWER, UPPER) else told)
     curve.set_gid(label)
     if len(part) > 1:

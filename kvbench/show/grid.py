@@ -19,8 +19,8 @@ from matplotlib.figure import Figure
 from ..contract.cell import FULL
 from ..contract.metrics import describe
 from ..errors import BadInput, StoreError, UnknownName
-from ..stats.aggregate import aggregate, available, check_names
-from ..stats.panels import SETTING, main_metric, panels
+from ..stats.aggregate import aggregate, check_names, list_metrics
+from ..stats.panels import SETTING, main_metric, split_panels
 from ..store.files import file_name
 from ..store.results import read_rows
 from .canvas import FONT, RC, WIDTH, counted, heading, save
@@ -56,14 +56,14 @@ def _draw(asked: Request, name: str, policies: Sequence[str] | None) -> list[Pat
     """policies: which curves; empty for all; None for those that learned."""
     paths = [Path(path) for path in inputs(asked, name, RUNS, reference_folders(), HINT)]
     rows = read_rows(paths)
-    check_names(asked.metrics, available(rows))
+    check_names(asked.metrics, list_metrics(rows))
     tasks, declared = sections(paths)
     chosen = _learned(rows, declared) if policies is None else _named(rows, policies)
     rows, tasks = apart(rows[rows["spec"].isin({FULL, *chosen})], tasks)
     if not asked.each:
         rows, tasks = pooled(rows, tasks)
     found: list[Panel] = []
-    for setting, lines in panels(aggregate(rows, asked.metrics or None)):
+    for setting, lines in split_panels(aggregate(rows, asked.metrics or None)):
         for metric in asked.metrics or [main_metric(lines, setting["task"], tasks)]:
             part = lines[(lines["metric"] == metric) & (lines["n"] > 0)]
             if (part["policy"] != FULL).any():

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 from ..contract.cell import FULL
 from ..contract.metrics import is_known
 from ..errors import StoreError, UnknownName
-from ..stats.aggregate import aggregate, available
-from ..stats.panels import describe_setting, main_metric, panels
+from ..stats.aggregate import aggregate, list_metrics
+from ..stats.panels import describe_setting, main_metric, split_panels
 from ..store.files import file_name
 from ..store.manifest import MANIFEST, read_manifest
 from ..store.results import read_rows
@@ -42,11 +42,11 @@ def plot(
     rows = read_rows(several)
     asked = None if metric is None else [name.strip() for name in metric.split(",")]
     for name in asked or ():
-        if name not in available(rows):
+        if name not in list_metrics(rows):
             hint = "That metric exists but was not measured here." if is_known(name) else ""
-            raise UnknownName("metric", name, available(rows), hint)
+            raise UnknownName("metric", name, list_metrics(rows), hint)
     tasks, declared = sections(several)
-    found = panels(aggregate(rows, asked))
+    found = split_panels(aggregate(rows, asked))
     looks = looks_of([lines for _, lines in found], declared)
     files: list[Path] = []
     for (setting, lines), name in zip(found, _file_names([setting for setting, _ in found]), strict=True):

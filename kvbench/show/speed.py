@@ -16,7 +16,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from ..contract.cell import FULL
 from ..errors import BadInput
-from ..stats.panels import short
+from ..stats.panels import shorten
 from ..store.manifest import read_manifest
 from ..store.results import read_rows
 from .canvas import FONT, GRID, RC, WIDTH, heading, save
@@ -84,7 +84,7 @@ def _prefill_line(length: int, part: pd.DataFrame) -> list[str]:
 def _policy_line(length: int, spec: str, part: pd.DataFrame) -> list[str]:
     score = part["time:score_s"]
     return [
-        short(spec),
+        shorten(spec),
         str(length),
         _spread(score, _seconds),
         f"{(score / part['evicted_layers'].astype(float)).median() * 1000:.2f}",
@@ -144,7 +144,7 @@ def figure(rows: pd.DataFrame, told: str, declared: Mapping[str, Any]) -> Figure
         axes = fig.subplots()
         _curve(axes, ok[ok["spec"] == FULL], "time:prefill_s", looks[FULL], "prefill")
         for spec, part in ok[ok["spec"] != FULL].groupby("spec", sort=False):
-            _curve(axes, part, "time:score_s", looks[str(spec)], f"score: {short(str(spec))}")
+            _curve(axes, part, "time:score_s", looks[str(spec)], f"score: {shorten(str(spec))}")
         lengths = sorted({float(length) for length in ok["context_tokens"]})
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
@@ -167,7 +167,7 @@ def _medians(rows: pd.DataFrame) -> pd.DataFrame:
         for spec, part in same.groupby("spec", sort=False):
             stage = "prefill" if spec == FULL else "score"
             seconds = part[f"time:{stage}_s"]
-            shown = {"policy": short(str(spec)), "context_tokens": length, "stage": stage}
+            shown = {"policy": shorten(str(spec)), "context_tokens": length, "stage": stage}
             numbers = {"median_s": seconds.median(), "least_s": seconds.min(), "most_s": seconds.max()}
             lines.append({**shown, **numbers, "n": len(part), "layers": int(part["layers"].iloc[0])})
     return pd.DataFrame(lines)

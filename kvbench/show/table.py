@@ -17,7 +17,7 @@ from rich.table import Table
 from ..contract.cell import FULL
 from ..contract.metrics import METRICS, describe
 from ..errors import BadInput
-from ..stats.panels import describe_setting, main_metric, panels, short
+from ..stats.panels import describe_setting, main_metric, shorten, split_panels
 from .footnotes import footnotes, joined
 
 FORMATS = ("text", "md", "csv", "json")
@@ -42,7 +42,7 @@ def render(frame: pd.DataFrame, fmt: str = "text", tasks: Tasks | None = None) -
     if fmt not in FORMATS:
         raise BadInput(f"--format '{fmt}': choose one of {', '.join(FORMATS)}")
     parts: list[str] = []
-    for setting, lines in panels(frame):
+    for setting, lines in split_panels(frame):
         shown, hidden = _blocks(lines, main_metric(lines, setting["task"], tasks))
         parts.append(heading(f"{setting['task']}: {describe_setting(setting)}", fmt))
         parts += [_block(lines[lines["metric"] == name], name, fmt) for name in shown]
@@ -151,7 +151,7 @@ def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]
             for line in mine.to_dict("records")
         }
         rows.append(
-            [short(label), *([cells.get(None, "")] if full else []), *(cells.get(b, "") for b in budgets)]
+            [shorten(label), *([cells.get(None, "")] if full else []), *(cells.get(b, "") for b in budgets)]
         )
     return header, rows
 

@@ -17,7 +17,7 @@ from ..contract.cell import FULL
 from ..contract.metrics import describe
 from ..errors import BadInput, StoreError
 from ..stats.aggregate import aggregate
-from ..stats.panels import RULES, SETTING, matches, short
+from ..stats.panels import RULES, SETTING, matches, shorten
 from ..store.files import file_name
 from ..store.results import read_rows
 from .canvas import FONT, GRID, RC, counted, heading, save
@@ -104,7 +104,7 @@ def figure(lines: pd.DataFrame, setting: Mapping[str, Any], looks: Mapping[str, 
             axes.set_title(f"budget {budget}", fontsize=FONT - 1)
             axes.set_xlabel(metric.label)
             axes.grid(axis="x", **GRID)
-        columns[0].set_yticks(range(len(policies)), [textwrap.fill(short(name), 24) for name in policies])
+        columns[0].set_yticks(range(len(policies)), [textwrap.fill(shorten(name), 24) for name in policies])
         columns[0].invert_yaxis()
         heading(fig, _title(rest, setting), 70)
         handles = [

@@ -18,7 +18,7 @@ from kvbench.show.curves import reads_better_in_logs
 from kvbench.show.figures import Request, figure_kind, kinds
 from kvbench.show.plot import looks_of, sections
 from kvbench.stats.aggregate import aggregate
-from kvbench.stats.panels import panels
+from kvbench.stats.panels import split_panels
 from kvbench.store.results import Store, read_rows
 from tests.figures.capture import unsaved
 from tests.store.synthetic import STYLE, row
@@ -67,7 +67,7 @@ def found(path: Path, each: bool = False) -> dict[str, pd.DataFrame]:
     rows, (tasks, _) = read_rows(path), sections([path])
     if not each:
         rows, tasks = grid.pooled(rows, tasks)
-    return {setting["task"]: lines for setting, lines in panels(aggregate(rows))}
+    return {setting["task"]: lines for setting, lines in split_panels(aggregate(rows))}
 
 
 def test_tasks_of_a_group_are_pooled_and_perplexities_are_not(run: Path) -> None:
@@ -282,7 +282,7 @@ def test_a_pressed_perplexity_has_named_ticks(tmp_path: Path) -> None:
             for sample in ("a", "b"):
                 metrics = {"nll": nll, "nll_tokens": 10}
                 store.append([row(spec, None if spec == "full" else 32, sample, metrics=metrics)])
-    setting, lines = panels(aggregate(read_rows(tmp_path), ["ppl"]))[0]
+    setting, lines = split_panels(aggregate(read_rows(tmp_path), ["ppl"]))[0]
     fig = grid.grid([(setting, lines)], looks_of([lines], STYLE))
     (axes,) = fig.axes
     assert axes.get_yscale() == "log"

@@ -18,7 +18,7 @@ from kvbench.errors import UnknownName
 from kvbench.show.plot import figure, plot
 from kvbench.show.style import GREY, styles
 from kvbench.stats.aggregate import aggregate
-from kvbench.stats.panels import panels
+from kvbench.stats.panels import split_panels
 from kvbench.store.results import Store, read_rows
 from tests.store.synthetic import BUDGETS, POLICIES, STYLE, make_run, row
 
@@ -29,7 +29,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draw(rows: pd.DataFrame, metric: str, panel: int = 0) -> Figure:
-    setting, lines = panels(aggregate(rows, [metric]))[panel]
+    setting, lines = split_panels(aggregate(rows, [metric]))[panel]
     lines = lines[lines["n"] > 0]
     return figure(lines, setting, styles([*POLICIES, "full"], STYLE))
 

@@ -10,7 +10,7 @@ import pandas as pd
 
 from ...contract.metrics import describe
 from ...stats.compare import CHOICE
-from ...stats.panels import short
+from ...stats.panels import shorten
 from ...stats.significance import ALPHA, holm
 from ..footnotes import majority
 from ..table import number
@@ -128,7 +128,7 @@ def ahead_of_full(panel: Panel, metric: str) -> list[str]:
     if ahead.empty:
         return []
     listed = "; ".join(
-        f"{words([short(label) for label in part['policy']])} at {budget}"
+        f"{words([shorten(label) for label in part['policy']])} at {budget}"
         for budget, part in ahead.groupby("budget")
     )
     return [
@@ -151,10 +151,11 @@ def _told(best: Best) -> str:
     count = len(best.leaders) + len(best.tied) + len(best.rest)
     if best.open:
         return f"none of the {count} policies stands out"
-    leaders = words([short(label) for label in best.leaders])
+    leaders = words([shorten(label) for label in best.leaders])
     if not best.tied:
         return leaders
-    tied = words([short(label) for label in best.tied]) if len(best.tied) <= 3 else f"{len(best.tied)} others"
+    few = len(best.tied) <= 3
+    tied = words([shorten(label) for label in best.tied]) if few else f"{len(best.tied)} others"
     return f"{leaders} (not separated from {tied})"
 
 

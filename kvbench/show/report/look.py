@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.markers import MarkerStyle
 
 from ...contract.cell import FULL
-from ...stats.panels import short
+from ...stats.panels import shorten
 from ..style import LOWER, UPPER, Style
 
 DARK = (0.078, 0.086, 0.102)  # the dark page
@@ -47,7 +47,7 @@ def looks(labels: Sequence[str], styles: Mapping[str, Style]) -> dict[str, Look]
 
 
 def _look(key: int, label: str, style: Style) -> Look:
-    text = "full cache" if label == FULL else short(label)
+    text = "full cache" if label == FULL else shorten(label)
     shape = outline(style.marker or BOUNDS[style.line])
     colors = style.color.lower(), on_dark(style.color)
     return Look(key, label, text, *colors, DASHES[style.line], shape, style.width, not style.marker)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...contract.metrics import describe
 from ...stats.compare import per_sample
-from ...stats.panels import short
+from ...stats.panels import shorten
 from ...stats.significance import ALPHA
 from ..comparison_table import probability, signed
 from .panel import NOISE, Panel
@@ -52,11 +52,11 @@ def matrices(panel: Panel, metric: str) -> list[Matrix]:
             one, other = line["policy"], line["baseline"]
             cells[one, other] = _entry(line, name, 1)
             cells[other, one] = _entry(line, name, -1)
-        rows = [(short(label), [cells.get((label, other)) for other in labels]) for label in labels]
+        rows = [(shorten(label), [cells.get((label, other)) for other in labels]) for label in labels]
         counts = sorted(set(lines["n"]))
         n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         separated = sum(entry.verdict == "better" for entry in cells.values())
-        found.append(Matrix(budget, [short(x) for x in labels], rows, len(lines), separated, n))
+        found.append(Matrix(budget, [shorten(x) for x in labels], rows, len(lines), separated, n))
     return found
 
 

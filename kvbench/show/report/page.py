@@ -16,7 +16,7 @@ from ... import __version__
 from ...contract.metrics import describe
 from ...errors import StoreError
 from ...stats.compare import per_sample
-from ...stats.panels import SETTING, describe_setting, short
+from ...stats.panels import SETTING, describe_setting, shorten
 from ...stats.significance import ALPHA
 from ...store.results import read_rows
 from ..comparison_table import NAMES
@@ -124,7 +124,7 @@ def render(paths: Sequence[Path]) -> str:
         ],
         shares=shares(panels), effects=changes, unchanged=unchanged, sources=sources(paths, names, rows),
         mark=mark(numbers), numbers=Markup(numbers), style=_source(env, "report.css"), script=script,
-        policy=_hash(script), width=WIDTH, short=short, words=words,
+        policy=_hash(script), width=WIDTH, short=shorten, words=words,
         command=["kvbench", "report", *names],
     )  # fmt: skip
 
@@ -158,7 +158,7 @@ def _facts(panels: Sequence[Panel], rows: pd.DataFrame) -> list[tuple[str, str]]
     return [
         ("Model", words(models)),
         ("Tasks", words(list(dict.fromkeys(f"{panel.task} ({_count(panel)})" for panel in panels)))),
-        (f"{len(policies)} policies", words([short(label) for label in policies])),
+        (f"{len(policies)} policies", words([shorten(label) for label in policies])),
         ("Budgets", f"{words(budgets)} KV pairs per KV head per layer"),
         ("Rows", f"{len(rows)}, {missing} of them skipped or failed" if missing else f"{len(rows)}"),
     ]

@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from ...contract.cell import FULL
-from ...stats.aggregate import aggregate, prepared
-from ...stats.compare import every_pair, per_sample
-from ...stats.panels import SETTING, main_metric, panels
+from ...stats.aggregate import aggregate, prepare_rows
+from ...stats.compare import compare_all, per_sample
+from ...stats.panels import SETTING, main_metric, split_panels
 from ..footnotes import only_pins
 from ..plot import BESIDE, looks_of
 from ..style import LOWER, UPPER, Style
@@ -83,7 +83,7 @@ class Panel:
     def pairs(self, metric: str) -> pd.DataFrame:
         """Every two curves (see `every_pair`), compared by this metric or what it is made of."""
         if metric not in self._pairs:
-            self._pairs[metric] = every_pair(self.rows, per_sample(metric))
+            self._pairs[metric] = compare_all(self.rows, per_sample(metric))
         return self._pairs[metric]
 
     @cached_property
@@ -105,9 +105,9 @@ def panels_of(
     rows: as `read_rows` gives them. tasks, declared: sections of the manifests (see `plot.sections`).
     """
     lines = aggregate(rows)
-    found = panels(lines)
+    found = split_panels(lines)
     looks = looks_of([part for _, part in found], declared)
-    ready = prepared(rows)
+    ready = prepare_rows(rows)
     made = [
         Panel(setting, part, _behind(ready, part), main_metric(part, setting["task"], tasks), looks)
         for setting, part in found

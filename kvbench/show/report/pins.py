@@ -13,7 +13,7 @@ from ...contract.metrics import describe
 from ...errors import BadInput
 from ...stats.compare import per_sample
 from ...stats.compare_rules import compare_rules
-from ...stats.panels import SETTING, short
+from ...stats.panels import SETTING, shorten
 from ..comparison_table import probability, signed
 from ..footnotes import pins_total
 from .panel import Panel
@@ -57,7 +57,7 @@ def shares(panels: Sequence[Panel]) -> list[Shares]:
             policy, pins = str(own["policy"].iloc[0]), str(own["pins"].iloc[0])
             there = {int(budget) for budget in own["budget"]}
             total = pins_total(pins)
-            rows.append((short(policy), _told(pins), [total / b if b in there else None for b in budgets]))
+            rows.append((shorten(policy), _told(pins), [total / b if b in there else None for b in budgets]))
         found.append(Shares(str(rule), budgets, rows))
     return found
 
@@ -98,9 +98,9 @@ def _effect(part: pd.DataFrame, alike: Sequence[str]) -> Effect:
     rows = []
     for policy, own in lines.groupby("policy", sort=False):
         cells = {int(line["budget"]): _cell(line) for line in own.to_dict("records")}
-        rows.append([short(str(policy)), *(cells.get(budget, "") for budget in budgets)])
+        rows.append([shorten(str(policy)), *(cells.get(budget, "") for budget in budgets)])
     title = f"{first['task']}, {describe(first['metric']).label}: pins {first['pins_mode']} minus native pins"
-    return Effect(title, budgets, rows, [short(policy) for policy in alike])
+    return Effect(title, budgets, rows, [shorten(policy) for policy in alike])
 
 
 def _cell(line: Mapping[Any, Any]) -> str:

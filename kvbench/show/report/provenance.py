@@ -10,7 +10,7 @@ from typing import Any
 
 import pandas as pd
 
-from ...stats.panels import short
+from ...stats.panels import shorten
 from ...store.manifest import MANIFEST, read_manifest
 from ..plot import home
 
@@ -95,7 +95,7 @@ def _missing(rows: pd.DataFrame) -> list[tuple[str, str, str, str, int]]:
     budgets: dict[tuple[str, str, str], set[int]] = {}
     for row in rows[rows["status"] != "ok"].to_dict("records"):
         why = f"{row['status']}: {row['reason'] or 'no reason given'}"
-        cause = (str(row["task_spec"]), short(str(row["spec"])), why)
+        cause = (str(row["task_spec"]), shorten(str(row["spec"])), why)
         samples.setdefault(cause, set()).add(row["sample"])
         budgets.setdefault(cause, set()).update([] if pd.isna(row["budget"]) else [int(row["budget"])])
     return [

@@ -13,7 +13,7 @@ from scipy import stats
 
 from ...contract.metrics import describe
 from ...stats.bootstrap import LEVEL, Floats
-from ...stats.panels import short
+from ...stats.panels import shorten
 from ..table import number
 from .chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Curve, Mark
 from .look import Look
@@ -61,7 +61,7 @@ def cells_table(panel: Panel, found: Sequence[Relation]) -> tuple[list[str], lis
                 for value, name in zip(values, names, strict=True)
             ]
             if any(told):
-                body.append([short(label), str(budget), *told])
+                body.append([shorten(label), str(budget), *told])
     return ["policy", "budget", *map(_words, names)], body
 
 

@@ -21,7 +21,7 @@ from kvbench.learn.trace import Trace, TraceSet
 from kvbench.show.canvas import FONT, GRID, RC, WIDTH, heading, save, short_numbers
 from kvbench.show.figures import TRACES, Request, inputs
 from kvbench.show.style import Style, styles
-from kvbench.stats.panels import short
+from kvbench.stats.panels import shorten
 
 from . import heads
 from .heads import find_head, head_name
@@ -65,7 +65,7 @@ def ranked_trace(asked: Request, name: str, specs: Sequence[str] | None = None) 
 def _title(traces: TraceSet, trace: Trace, rules: str) -> str:
     future = trace.info.tokens - trace.info.context
     return (
-        f"{traces.header['model']}, one trace of {traces.folder.name} ({short(trace.info.task)}): "
+        f"{traces.header['model']}, one trace of {traces.folder.name} ({shorten(trace.info.task)}): "
         f"{trace.info.context} tokens of context, {future} of future{rules}"
     )
 
@@ -133,12 +133,12 @@ def rank_errors(asked: Request) -> list[Path]:
             axes.set_yscale("log")
             axes.set_ylim(floor, heights.max() * 1.5)
             axes.set_xlim(0.5, len(rank) + 0.5)
-            told = f"{short(spec)}: mean error {error.mean():.3f}, eviction cost {cost:.3g}"
+            told = f"{shorten(spec)}: mean error {error.mean():.3f}, eviction cost {cost:.3g}"
             axes.set_title(told, fontsize=FONT - 1, loc="left")
             lines.append(
                 pd.DataFrame(
                     {
-                        "policy": short(spec),
+                        "policy": shorten(spec),
                         "head": head_name(*place),
                         "oracle_rank": rank,
                         "attention": heights,

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 
 from kvbench.show.canvas import FONT, GRID, RC, WIDTH, heading, save, short_numbers
 from kvbench.show.figures import Request
-from kvbench.stats.panels import short
+from kvbench.stats.panels import shorten
 
 from . import heads
 from .heads import head_name
@@ -32,13 +32,15 @@ def rank_variance(asked: Request) -> list[Path]:
         for spec, order in shown.ranked.orders.items():
             mean, variance = (part.numpy() for part in heads.rank_moments(order))
             x, color = np.arange(len(mean)), shown.looks[spec].color
-            upper.plot(x, mean, color=color, linewidth=1.0, label=short(spec))
+            upper.plot(x, mean, color=color, linewidth=1.0, label=shorten(spec))
             sigma = np.sqrt(variance)
             upper.fill_between(x, mean - sigma, mean + sigma, color=color, alpha=0.15, linewidth=0)
             lower.plot(x, variance, color=color, linewidth=1.0)
             lower.axhline(variance.mean(), color=color, linewidth=1.2, linestyle="--")
             lines.append(
-                pd.DataFrame({"policy": short(spec), "position": x, "mean_rank": mean, "variance": variance})
+                pd.DataFrame(
+                    {"policy": shorten(spec), "position": x, "mean_rank": mean, "variance": variance}
+                )
             )
         upper.set_ylabel("rank, mean ±1 SD")
         upper.invert_yaxis()
@@ -81,12 +83,12 @@ def rank_matrix(asked: Request) -> list[Path]:
                 cmap="viridis",
                 extent=(0.5, n + 0.5, len(order) - 0.5, -0.5),
             )
-            axes.set_title(short(spec), fontsize=FONT - 1, loc="left")
+            axes.set_title(shorten(spec), fontsize=FONT - 1, loc="left")
             _layer_ticks(axes, shown.shape, "y")
             axes.set_ylabel("KV head", fontsize=FONT - 1)
             table = pd.DataFrame(order, columns=[f"rank_{rank}" for rank in range(1, n + 1)])
             table.insert(0, "head", _names(shown.shape))
-            table.insert(0, "policy", short(spec))
+            table.insert(0, "policy", shorten(spec))
             lines.append(table)
         cells[-1].set_xlabel("predicted rank (1 is kept longest)")
         bar = fig.colorbar(image, ax=list(cells))
@@ -108,12 +110,13 @@ def head_correlation(asked: Request) -> list[Path]:
             matrix = heads.spearman(shown.ranked.orders[spec]).numpy()
             image = axes.imshow(matrix, vmin=-1, vmax=1, cmap="RdBu_r", interpolation="none")
             others = matrix[~np.eye(len(matrix), dtype=bool)]
-            axes.set_title(f"{short(spec)}\nmean of pairs {others.mean():.2f}", fontsize=FONT - 1, loc="left")
+            title = f"{shorten(spec)}\nmean of pairs {others.mean():.2f}"
+            axes.set_title(title, fontsize=FONT - 1, loc="left")
             _layer_ticks(axes, shown.shape, "x")
             _layer_ticks(axes, shown.shape, "y")
             table = pd.DataFrame(np.round(matrix, 4), columns=_names(shown.shape))
             table.insert(0, "head", _names(shown.shape))
-            table.insert(0, "policy", short(spec))
+            table.insert(0, "policy", shorten(spec))
             lines.append(table)
         for axes in cells[len(specs) :]:
             axes.remove()

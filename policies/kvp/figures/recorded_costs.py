@@ -17,8 +17,8 @@ from kvbench.learn.ranked import RecordedRanker, boundary
 from kvbench.learn.trace import TraceSet
 from kvbench.show.figures import TRACES, Request, inputs
 from kvbench.show.style import Style, styles
-from kvbench.stats.bootstrap import Floats, Measured, intervals, measured
-from kvbench.stats.panels import short
+from kvbench.stats.bootstrap import Estimate, Floats, bootstrap_intervals, pool_rows
+from kvbench.stats.panels import shorten
 from kvbench.study.progress import progress
 
 from .heads import budget_costs, find_head, head_name, missed_masses
@@ -70,7 +70,7 @@ def _costs(ranker: RecordedRanker, asked: Request) -> Costs:
         folder=traces.folder.name,
         title=f"{traces.header['model']}, future from the question on, pins {ranker.pins}",
         samples=[trace.info.id for trace in chosen],
-        names={spec: short(spec) for spec in ranker.specs},
+        names={spec: shorten(spec) for spec in ranker.specs},
         upper=next((spec_of(policy) for policy in ranker.policies if policy.bracket == "upper"), None),
     )
     totals: dict[str, list[Floats]] = {}
@@ -113,7 +113,7 @@ def by_budget(costs: Costs, head: str | None, wanted: Sequence[str]) -> pd.DataF
     )
     least = missed[costs.upper] if costs.upper else None
     lines: list[dict[str, Any]] = []
-    items: list[Measured] = []
+    items: list[Estimate] = []
     for spec in budget:
         total = float(np.mean([_of_head(part[..., None], head) for part in costs.totals[spec]]))
         told = {"traces": costs.folder, "policy": costs.names[spec], "spec": spec, "eviction_cost": total}
@@ -125,7 +125,7 @@ def by_budget(costs: Costs, head: str | None, wanted: Sequence[str]) -> pd.DataF
         for quantity in wanted:
             values, weights = quantities[quantity]
             for span, item in _points(costs.samples, values, weights):
-                numbers = {"mean": item.estimate, "n": len(item.samples)}
+                numbers = {"mean": item.value, "n": len(item.samples)}
                 lines.append({**told, "quantity": quantity, **span, **numbers})
                 items.append(item)
     return _with_bounds(lines, items)
@@ -138,7 +138,7 @@ def _of_head(part: Floats, head: str | None) -> Floats:
 
 def _points(
     samples: Sequence[str], values: Sequence[Floats], weights: Sequence[Floats] | None
-) -> list[tuple[dict[str, float], Measured]]:
+) -> list[tuple[dict[str, float], Estimate]]:
     """Every point with its budgets. values, weights: per trace (point,)."""
     found = []
     longest = max(len(part) for part in values)
@@ -147,7 +147,7 @@ def _points(
         if 2 * len(long) < len(values):
             break
         under = np.array([weights[i][point] for i in long]) if weights else None
-        item = measured([samples[i] for i in long], np.array([values[i][point] for i in long]), under)
+        item = pool_rows([samples[i] for i in long], np.array([values[i][point] for i in long]), under)
         found.append(({"budget": (low + high - 1) / 2, "first_budget": low, "last_budget": high - 1}, item))
     return found
 
@@ -158,13 +158,13 @@ def by_head(costs: Costs) -> pd.DataFrame:
     items = []
     for spec, stacked in costs.totals.items():
         for layer, head in np.ndindex(*stacked.shape[1:]):
-            items.append(measured(costs.samples, stacked[:, layer, head]))
+            items.append(pool_rows(costs.samples, stacked[:, layer, head]))
             names = {"traces": costs.folder, "policy": costs.names[spec], "spec": spec}
             place = {"layer": layer, "head": head, "name": head_name(layer, head)}
-            lines.append({**names, **place, "mean": items[-1].estimate, "n": len(costs.samples)})
+            lines.append({**names, **place, "mean": items[-1].value, "n": len(costs.samples)})
     return _with_bounds(lines, items)
 
 
-def _with_bounds(lines: list[dict[str, Any]], items: list[Measured]) -> pd.DataFrame:
-    bounds = intervals(items)
+def _with_bounds(lines: list[dict[str, Any]], items: list[Estimate]) -> pd.DataFrame:
+    bounds = bootstrap_intervals(items)
     return pd.DataFrame(lines).assign(lo=[low for low, _ in bounds], hi=[high for _, high in bounds])
