@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,9 +21,6 @@ from .listing import check, info, list_
 from .options import INTERRUPTED, REFUSED
 from .run import run
 from .speed import speed
-
-if TYPE_CHECKING:
-    pass
 
 
 class Commands(typer.core.TyperGroup):

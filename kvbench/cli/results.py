@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..contract.cell import FULL
 from ..contract.registry import split_specs
 from ..errors import BadInput
-from .options import FAILED, tasks_of, told
-
-if TYPE_CHECKING:
-    pass
+from .options import FAILED, print_findings, tasks_of
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -31,13 +28,16 @@ def plot(
     out: Annotated[str | None, typer.Option(help="Folder; default: figures/ in the first run.")] = None,
 ) -> None:
     """Draw metrics against budgets, or one rule against another, from stored rows."""
+    import os
+
     from ..show.plot import plot as draw
     from ..show.versus import versus as draw_versus
 
     metrics = split_specs(metric or [])
-    files = (
-        draw_versus(paths, versus, metrics, out) if versus else draw(paths, ",".join(metrics) or None, out)
-    )
+    if versus:
+        files = draw_versus(paths, versus, metrics, out)
+    else:
+        files = draw(paths, ",".join(metrics) or None, out, workers=os.cpu_count() or 1)
     for path in files:
         typer.echo(path)
 
@@ -115,7 +115,7 @@ def verify(
     """Check that rows, manifest, figures, pages and tables of run folders belong together."""
     from ..audit.verify import verify as verify_runs
 
-    broken = told(verify_runs(paths, table or [], sources))
+    broken = print_findings(verify_runs(paths, table or [], sources))
     if broken:
         typer.echo(f"error: {broken} checks failed", err=True)
         raise typer.Exit(FAILED)

@@ -7,11 +7,12 @@ from typing import Any
 
 import pandas as pd
 
-from ..contract.metrics import describe
+from ..contract.metrics import Metric, describe
 from ..errors import BadInput
 from ..stats.panels import SETTING, describe_setting, join_seeds, shorten
 from ..stats.significance import ALPHA
-from .table import FORMATS, grid, heading, json_lines, number
+from .table import FORMATS, grid, heading, json_lines
+from .words import number, probability, sample_count, signed
 
 NAMES = {"mcnemar": "exact McNemar test", "flip": "permutation test (random signs)"}
 
@@ -42,9 +43,8 @@ def render_comparison(frame: pd.DataFrame, fmt: str = "text") -> str:
 
 def _block(lines: pd.DataFrame, fmt: str) -> str:
     first = lines.iloc[0]
-    counts = sorted(set(lines["n"]))
-    n = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-    title = f"{first['task']}: {describe(first['metric']).label}, minus {shorten(first['baseline'])}, {n}"
+    metric, n = describe(first["metric"]), sample_count(lines["n"])
+    title = f"{first['task']}: {metric.label}, minus {shorten(first['baseline'])}, n = {n}"
     moved = lines[lines["win"] + lines["loss"] > 0]
     header = [
         "policy",
@@ -57,11 +57,10 @@ def _block(lines: pd.DataFrame, fmt: str) -> str:
         "p, Holm",
         "detectable",
     ]
-    return grid(title, header, [_cells(line) for line in moved.to_dict("records")], fmt)
+    return grid(title, header, [_cells(line, metric) for line in moved.to_dict("records")], fmt)
 
 
-def _cells(line: Mapping[Any, Any]) -> list[str]:
-    metric = line["metric"]
+def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
     interval = f"[{signed(line['lo'], metric)},{signed(line['hi'], metric)}]" if line["n"] > 1 else ""
     marks = " (beats full)" if line["beats_full"] else ""
     return [
@@ -75,15 +74,6 @@ def _cells(line: Mapping[Any, Any]) -> list[str]:
         probability(line["p_holm"]),
         "-" if pd.isna(line["detectable"]) else number(line["detectable"], metric),
     ]
-
-
-def signed(value: float, metric: str) -> str:
-    """A difference in the precision of its metric, with its sign."""
-    return ("+" if value > 0 else "") + number(value, metric)
-
-
-def probability(p: float) -> str:
-    return "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 
 def _notes(lines: pd.DataFrame) -> list[str]:

@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ..contract.cell import FULL
-from ..contract.metrics import METRICS, describe
+from ..contract.metrics import METRICS, Metric, describe
 from ..errors import BadInput
 from ..stats.panels import describe_setting, main_metric, shorten, split_panels
-from .footnotes import footnotes, joined
+from .footnotes import footnotes
+from .words import join, number
 
 FORMATS = ("text", "md", "csv", "json")
 WIDTH = 140  # columns, where there is no terminal
@@ -48,7 +49,7 @@ def render(frame: pd.DataFrame, fmt: str = "text", tasks: Tasks | None = None) -
         parts += [_block(lines[lines["metric"] == name], name, fmt) for name in shown]
         notes = footnotes(lines)
         if hidden:
-            notes.append(f"Measured too, and in the csv and json formats: {joined(hidden)}.")
+            notes.append(f"Measured too, and in the csv and json formats: {join(hidden)}.")
         parts.append("\n".join(f"* {note}" for note in notes))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -139,7 +140,7 @@ def _console(width: int) -> Console:
 
 def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]:
     """Header and rows of one metric: policies as they come (full first), budgets ascending."""
-    most = max(lines["n"], default=0)
+    most, about = max(lines["n"], default=0), describe(metric)
     budgets = sorted({int(budget) for budget in lines["budget"].dropna()})
     full = (lines["policy"] == FULL).any()
     header = ["policy", *(["full cache"] if full else []), *map(str, budgets)]
@@ -147,7 +148,7 @@ def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]
     for label in dict.fromkeys(lines["label"]):
         mine = lines[lines["label"] == label]
         cells = {
-            None if pd.isna(line["budget"]) else int(line["budget"]): _cell(line, metric, most)
+            None if pd.isna(line["budget"]) else int(line["budget"]): _cell(line, about, most)
             for line in mine.to_dict("records")
         }
         rows.append(
@@ -156,30 +157,13 @@ def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]
     return header, rows
 
 
-def _cell(line: Mapping[Any, Any], metric: str, most: int) -> str:
+def _cell(line: Mapping[Any, Any], metric: Metric, most: int) -> str:
     if line["n"] == 0:
         return "failed" if line["n_failed"] else "skipped"
     text = number(line["mean"], metric)
     if math.isfinite(line["lo"]):
         text += f" [{number(line['lo'], metric)},{number(line['hi'], metric)}]"
     return text if line["n"] == most else f"{text} n={line['n']}"
-
-
-def number(value: float, metric: str) -> str:
-    """A value in the precision that suits its unit."""
-    unit = describe(metric).unit
-    if not math.isfinite(value):
-        return str(value)
-    if unit == "bytes":
-        return f"{value / 2**20:.2f}MiB"
-    if unit in ("FLOP", "FLOP/s"):
-        return f"{value / 1e9:.3g}G"
-    if unit == "pairs":
-        return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
-    if unit == "0..1":
-        return f"{value:.2f}"
-    digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1
-    return f"{value:.{digits}f}"
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from ..contract.cell import FULL
-from ..contract.metrics import describe
+from ..contract.metrics import Metric, describe
 from ..errors import BadInput, UnknownName
 from .aggregate import LABELS, Cells, check_names, group_indices, list_metrics, prepare_rows
 from .pairs import (
@@ -83,7 +83,7 @@ def compare_pairs(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFram
     for setting, both in _pairs_with(usable, baseline):
         lines.append({**setting, "baseline": baseline})
         pairs.append(both)
-    lines = measure_pairs(lines, pairs, metric, is_binary(usable["value"]))
+    lines = measure_pairs(lines, pairs, describe(metric), is_binary(usable["value"]))
     return order_lines(lines, list(dict.fromkeys(rows.sort_index()["spec"])))
 
 
@@ -128,7 +128,9 @@ def compare_all(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
                 values = samples[here], seeds[here], curves[one][here], curves[other][here]
                 pairs.append(PairedValues(*values))
     names = [name for name in COLUMNS if name not in ("task", *FLAGS)]
-    frame = pd.DataFrame(measure_pairs(lines, pairs, metric, is_binary(usable["value"])), columns=names)
+    frame = pd.DataFrame(
+        measure_pairs(lines, pairs, describe(metric), is_binary(usable["value"])), columns=names
+    )
     for _, part in frame.groupby("budget"):
         frame.loc[part.index, "p_holm"] = holm(part["p"].tolist())
     return frame
@@ -147,7 +149,7 @@ def add_flags(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     full = rows[rows["spec"] == FULL]
     of_full = list_metrics(full) if len(full) else []
     names = [name for name in frame["metric"].unique() if name in of_full]
-    ahead = [_ahead(_against_full(frame, rows, name), name)[on] for name in names]
+    ahead = [_ahead(_against_full(frame, rows, name), describe(name))[on] for name in names]
     frame = frame.merge(_majority_rates(rows), on=on, how="left")
     found = frame[on].merge(pd.concat([frame[on].head(0), *ahead]).assign(hit=True), on=on, how="left")
     return frame.assign(
@@ -162,11 +164,11 @@ def _against_full(frame: pd.DataFrame, rows: pd.DataFrame, metric: str) -> pd.Da
     return own if set(own["baseline"]) == {FULL} else compare_pairs(rows, FULL, metric)
 
 
-def _ahead(against: pd.DataFrame, metric: str) -> pd.DataFrame:
+def _ahead(against: pd.DataFrame, metric: Metric) -> pd.DataFrame:
     """The lines of a comparison with the full cache that are better by more than their interval."""
-    if describe(metric).better == "lower":
+    if metric.better == "lower":
         return against[against["hi"] < 0]
-    return against[against["lo"] > 0] if describe(metric).better == "higher" else against.head(0)
+    return against[against["lo"] > 0] if metric.better == "higher" else against.head(0)
 
 
 def _majority_rates(rows: pd.DataFrame) -> pd.DataFrame:

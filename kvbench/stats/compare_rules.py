@@ -11,6 +11,7 @@ from typing import Any
 import pandas as pd
 
 from ..contract.cell import FULL
+from ..contract.metrics import describe
 from ..errors import BadInput
 from .aggregate import check_names, list_metrics, prepare_rows
 from .compare import add_flags, per_sample
@@ -60,7 +61,7 @@ def _compare(rows: pd.DataFrame, field: str, metric: str) -> pd.DataFrame:
         if len(both):
             lines.append({**setting, "baseline": f"{field} {USUAL[field]}"})
             pairs.append(both)
-    lines = measure_pairs(lines, pairs, metric, is_binary(usable["value"]))
+    lines = measure_pairs(lines, pairs, describe(metric), is_binary(usable["value"]))
     return order_lines(lines, list(dict.fromkeys(rows.sort_index()["spec"])))
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 from numpy.typing import NDArray
 
 from ..contract.cell import FULL
-from ..contract.metrics import describe
+from ..contract.metrics import Metric
 from ..errors import BadInput
 from .aggregate import column_of
 from .bootstrap import Estimate, Floats, bootstrap_intervals, pool_rows
@@ -82,10 +82,9 @@ def match_samples(mine: pd.DataFrame, theirs: pd.DataFrame) -> PairedValues:
 
 
 def measure_pairs(
-    lines: Sequence[Mapping[str, Any]], pairs: Sequence[PairedValues], metric: str, binary: bool
+    lines: Sequence[Mapping[str, Any]], pairs: Sequence[PairedValues], metric: Metric, binary: bool
 ) -> list[dict[str, Any]]:
     """Each line with the numbers of its pair. binary: the metric's values are 0 or 1."""
-    about = describe(metric)
     yes_no = [binary and both.difference.weights is None for both in pairs]  # means over seeds are no answers
     differences = [both.differences for both in pairs]
     tests = run_tests(differences, yes_no)
@@ -94,12 +93,12 @@ def measure_pairs(
     for line, both, moved, one, test, (low, high) in zip(
         lines, pairs, differences, yes_no, tests, bounds, strict=True
     ):
-        better = -moved if about.better == "lower" else moved
+        better = -moved if metric.better == "lower" else moved
         win, loss, n = int((better > 0).sum()), int((better < 0).sum()), len(moved)
         found.append(
             {
                 **line,
-                "metric": metric, "unit": about.unit, "mean": both.mine.mean(),
+                "metric": metric.name, "unit": metric.unit, "mean": both.mine.mean(),
                 "baseline_mean": both.theirs.mean(), "difference": both.difference.value,
                 "lo": low, "hi": high, "n": n, "win": win, "tie": n - win - loss, "loss": loss,
                 "test": test.name, "p": test.p, "detectable": detectable_effect(moved, one),

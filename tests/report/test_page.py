@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 
 from kvbench.audit.verify import verify
 from kvbench.cli import main as cli
+from kvbench.contract.metrics import METRICS
 from kvbench.errors import BadInput, StoreError
 from kvbench.show.report import report
-from kvbench.show.report.numbers import read
+from kvbench.show.report.numbers import read_lines
 from kvbench.show.report.page import render
-from kvbench.show.table import number
+from kvbench.show.words import number
 from kvbench.stats.aggregate import aggregate
 from kvbench.store.results import read_rows
 from tests.report.made import HOSTILE, STYLE, Seen, make_rows, make_run, row, seen
@@ -137,12 +138,12 @@ def test_the_tables_say_what_the_aggregates_say(run: Path, parsed: Seen) -> None
     for policy in POLICIES:
         for budget in BUDGETS:
             (line,) = lines[(lines["policy"] == policy) & (lines["budget"] == budget)].to_dict("records")
-            mean, low, high = (number(line[name], "accuracy") for name in ("mean", "lo", "hi"))
+            mean, low, high = (number(line[name], METRICS["accuracy"]) for name in ("mean", "lo", "hi"))
             assert f"{mean} [{low},{high}]" in table.text
 
 
 def test_the_numbers_inside_are_the_aggregates(run: Path, page: str) -> None:
-    lines, whole = read(page)
+    lines, whole = read_lines(page)
     assert whole
     frame = aggregate(read_rows(run))
     assert len(lines) == len(frame) > 100
@@ -198,7 +199,7 @@ def test_verify_knows_a_page(small: Path, tmp_path: Path) -> None:
     law = f"{file} says what the rows say"
     assert {f.law: f.passed for f in verify([mine])}[law]
     text = file.read_text()
-    lines, _ = read(text)
+    lines, _ = read_lines(text)
     file.write_text(text.replace(f'"mean": {json.dumps(lines[3]["mean"])}', '"mean": 0.123', 1))
     (fault,) = (f for f in verify([mine]) if f.law == law)
     assert not fault.passed
@@ -213,7 +214,7 @@ def test_verify_knows_a_page(small: Path, tmp_path: Path) -> None:
     (fault,) = (f for f in verify([mine]) if f.law == law)
     assert "not a page of kvbench" in fault.detail
     with pytest.raises(BadInput, match="make one with kvbench report"):
-        read("")
+        read_lines("")
 
 
 def test_the_command_and_its_refusals(small: Path, tmp_path: Path) -> None:

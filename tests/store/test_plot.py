@@ -15,8 +15,9 @@ from matplotlib.figure import Figure
 from kvbench.contract import metrics
 from kvbench.contract.metrics import METRICS, Metric
 from kvbench.errors import UnknownName
-from kvbench.show.plot import figure, plot
-from kvbench.show.style import GREY, styles
+from kvbench.show.chart import chart_of
+from kvbench.show.plot import draw_figure, plot
+from kvbench.show.style import GREY, assign_styles
 from kvbench.stats.aggregate import aggregate
 from kvbench.stats.panels import split_panels
 from kvbench.store.results import Store, read_rows
@@ -29,9 +30,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draw(rows: pd.DataFrame, metric: str, panel: int = 0) -> Figure:
-    setting, lines = split_panels(aggregate(rows, [metric]))[panel]
-    lines = lines[lines["n"] > 0]
-    return figure(lines, setting, styles([*POLICIES, "full"], STYLE))
+    _, lines = split_panels(aggregate(rows, [metric]))[panel]
+    chart = chart_of(lines[lines["n"] > 0], assign_styles([*POLICIES, "full"], STYLE))
+    return draw_figure(chart, ["a heading"])
 
 
 def test_every_policy_has_its_curve(run: Path) -> None:
@@ -72,6 +73,17 @@ def test_files_are_named_by_task_and_metric_and_are_deterministic(run: Path, tmp
     assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
     assert b"<dc:date>" not in files[1].read_bytes()
     assert dict(matplotlib.rcParams) == before
+    several = plot(run, "accuracy,kl", out=tmp_path / "several", workers=2)  # in processes of their own
+    assert several[:3] == [tmp_path / "several" / file.name for file in files]
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in several[:3]]
+
+
+def test_a_figure_looks_the_same_under_any_global_settings(run: Path, tmp_path: Path) -> None:
+    files = plot(run, "kl", out=tmp_path / "plain")
+    own = {"font.size": 7, "font.family": "serif", "axes.spines.top": False, "svg.fonttype": "none"}
+    with matplotlib.rc_context(own):
+        again = plot(run, "kl", out=tmp_path / "changed")
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
 
 
 def test_without_a_metric_the_main_one_and_those_beside_it(
@@ -129,12 +141,12 @@ def test_small_runs_can_be_drawn(tmp_path: Path, budgets: tuple[int, ...], sampl
 
 def test_a_policy_looks_the_same_whatever_else_was_run() -> None:
     few, many = (
-        styles(["kvp", "knorm"], {}),
-        styles(["knorm", "kvp", "random"], {"random": {"bracket": "lower"}}),
+        assign_styles(["kvp", "knorm"], {}),
+        assign_styles(["knorm", "kvp", "random"], {"random": {"bracket": "lower"}}),
     )
     assert few == {name: many[name] for name in few}
     declared = {"kvp": {"color": "crimson"}, "kvp:lr=1": {"color": "crimson"}}
-    found = styles(["kvp:lr=1", "kvp"], declared)
+    found = assign_styles(["kvp:lr=1", "kvp"], declared)
     assert found["kvp"].color == "crimson"
     assert found["kvp:lr=1"].color != "crimson"
 

@@ -8,13 +8,14 @@ from itertools import groupby
 
 import pandas as pd
 
-from ...contract.metrics import describe
+from ...contract.metrics import Metric
 from ...stats.compare import CHOICE
 from ...stats.panels import shorten
 from ...stats.significance import ALPHA, holm
 from ..footnotes import majority
-from ..table import number
-from .panel import NOISE, Panel, words
+from ..panel import Panel
+from ..scale import NOISE
+from ..words import enumerate_words, number, spaced
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Best:
 
 def best_of(panel: Panel, metric: str) -> list[Best]:
     """One entry per budget with two policies or more; none for a metric without a better side."""
-    better = describe(metric).better
+    better = panel.about(metric).better
     if better == "none":
         return []
     lines = panel.of(metric)
@@ -58,7 +59,7 @@ def best_of(panel: Panel, metric: str) -> list[Best]:
         worse = _worse(panel.pairs(metric), budget, leaders[0], others, better)
         tied = tuple(label for label in others if label not in worse)
         pinned = cells[cells["only_pins"] & ~cells["label"].isin(worse)]["label"]
-        value = mean_text(equal.iloc[0], metric)
+        value = mean_text(equal.iloc[0], panel.about(metric))
         rest = tuple(label for label in others if label in worse)
         found.append(Best(budget, tuple(leaders), tied, rest, value, tuple(pinned)))
     return found
@@ -91,7 +92,7 @@ def _worse(pairs: pd.DataFrame, budget: int, best: str, others: Sequence[str], b
     }
 
 
-def mean_text(line: pd.Series, metric: str) -> str:
+def mean_text(line: pd.Series, metric: Metric) -> str:
     """ "0.58 [0.38,0.79]", without an interval that has no width at this precision."""
     text, low, high = (number(line[name], metric) for name in ("mean", "lo", "hi"))
     return text if low == high else f"{text} [{low},{high}]"
@@ -99,14 +100,15 @@ def mean_text(line: pd.Series, metric: str) -> str:
 
 def doubts(panel: Panel, metric: str, bests: Sequence[Best]) -> list[str]:
     """Why this metric may not tell the policies apart, each in a sentence; empty where it does."""
-    found, name = [], _name(metric)
+    found, name = [], spaced(metric)
     rate = majority(panel.measured) if metric in CHOICE else None
     if rate is not None:
         lines = panel.of(metric)
         full = lines[lines["label"].isin(panel.full) & (lines["mean"] < rate[0])]
         if len(full):
+            score = number(full["mean"].iloc[0], panel.about(metric))
             found.append(
-                f"The full cache itself scores {number(full['mean'].iloc[0], metric)}, below the majority "
+                f"The full cache itself scores {score}, below the majority "
                 f"rate of {rate[0]:.2f} (always answering '{rate[1]}'): {name} does not show that the model "
                 "does the task, whatever the policy."
             )
@@ -122,13 +124,13 @@ def doubts(panel: Panel, metric: str, bests: Sequence[Best]) -> list[str]:
 def ahead_of_full(panel: Panel, metric: str) -> list[str]:
     """What beats the full cache by more than the interval of the difference: a reason to look for a fault."""
     pairs = panel.pairs(metric)
-    sign = {"higher": 1, "lower": -1}.get(describe(metric).better, 0)
+    sign = {"higher": 1, "lower": -1}.get(panel.about(metric).better, 0)
     against = pairs[pairs["baseline"].isin(panel.full)]
     ahead = against[(sign * against["lo"] > 0) & (sign * against["hi"] > 0)]
     if ahead.empty:
         return []
     listed = "; ".join(
-        f"{words([shorten(label) for label in part['policy']])} at {budget}"
+        f"{enumerate_words([shorten(label) for label in part['policy']])} at {budget}"
         for budget, part in ahead.groupby("budget")
     )
     return [
@@ -140,24 +142,20 @@ def ahead_of_full(panel: Panel, metric: str) -> list[str]:
 def answer(bests: Sequence[Best], metric: str) -> str:
     """The best policy at each budget, as one sentence."""
     if not bests:
-        return f"There are no two policies to compare by {_name(metric)}."
+        return f"There are no two policies to compare by {spaced(metric)}."
     parts = []
-    for told, group in groupby(bests, key=_told):
-        parts.append(f"{told} at {words([best.budget for best in group])}")
-    return f"Best by {_name(metric)}: {'; '.join(parts)}."
+    for text, group in groupby(bests, key=_answer_at):
+        parts.append(f"{text} at {enumerate_words([best.budget for best in group])}")
+    return f"Best by {spaced(metric)}: {'; '.join(parts)}."
 
 
-def _told(best: Best) -> str:
+def _answer_at(best: Best) -> str:
     count = len(best.leaders) + len(best.tied) + len(best.rest)
     if best.open:
         return f"none of the {count} policies stands out"
-    leaders = words([shorten(label) for label in best.leaders])
+    leaders = enumerate_words([shorten(label) for label in best.leaders])
     if not best.tied:
         return leaders
     few = len(best.tied) <= 3
-    tied = words([shorten(label) for label in best.tied]) if few else f"{len(best.tied)} others"
+    tied = enumerate_words([shorten(label) for label in best.tied]) if few else f"{len(best.tied)} others"
     return f"{leaders} (not separated from {tied})"
-
-
-def _name(metric: str) -> str:
-    return metric.replace("_", " ")

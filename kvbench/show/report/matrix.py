@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...contract.metrics import describe
-from ...stats.compare import per_sample
+from ...contract.metrics import Metric
 from ...stats.panels import shorten
 from ...stats.significance import ALPHA
-from ..comparison_table import probability, signed
-from .panel import NOISE, Panel
+from ..panel import Panel
+from ..scale import NOISE
+from ..words import probability, sample_count, signed
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Matrix:
 def matrices(panel: Panel, metric: str) -> list[Matrix]:
     """One matrix per budget."""
     frame = panel.pairs(metric)
-    name = per_sample(metric)
+    about = panel.about(panel.per_sample(metric))
     found = []
     for _, lines in frame.groupby("budget", sort=True):
         budget = int(lines["budget"].iloc[0])
@@ -50,23 +50,22 @@ def matrices(panel: Panel, metric: str) -> list[Matrix]:
         cells: dict[tuple[str, str], Entry] = {}
         for line in lines.to_dict("records"):
             one, other = line["policy"], line["baseline"]
-            cells[one, other] = _entry(line, name, 1)
-            cells[other, one] = _entry(line, name, -1)
+            cells[one, other] = _entry(line, about, 1)
+            cells[other, one] = _entry(line, about, -1)
         rows = [(shorten(label), [cells.get((label, other)) for other in labels]) for label in labels]
-        counts = sorted(set(lines["n"]))
-        n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
         separated = sum(entry.verdict == "better" for entry in cells.values())
+        n = sample_count(lines["n"])
         found.append(Matrix(budget, [shorten(x) for x in labels], rows, len(lines), separated, n))
     return found
 
 
-def _entry(line: Mapping[Any, Any], metric: str, sign: int) -> Entry:
+def _entry(line: Mapping[Any, Any], metric: Metric, sign: int) -> Entry:
     """sign: -1 for the pair the other way round."""
     difference = sign * line["difference"] + 0.0  # no -0.0
     win, loss = (line["win"], line["loss"]) if sign > 0 else (line["loss"], line["win"])
     verdict = ""
-    if line["p_holm"] < ALPHA and abs(difference) > NOISE and describe(metric).better != "none":
-        verdict = "better" if (difference > 0) == (describe(metric).better == "higher") else "worse"
+    if line["p_holm"] < ALPHA and abs(difference) > NOISE and metric.better != "none":
+        verdict = "better" if (difference > 0) == (metric.better == "higher") else "worse"
     ends = sorted((sign * line["lo"] + 0.0, sign * line["hi"] + 0.0)) if math.isfinite(line["lo"]) else []
     interval = f"[{','.join(signed(end, metric) for end in ends)}]" if ends else ""
     outcomes = f"{win}/{line['tie']}/{loss}"

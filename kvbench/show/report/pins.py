@@ -9,14 +9,13 @@ from typing import Any
 import pandas as pd
 
 from ...contract.cell import FULL
-from ...contract.metrics import describe
+from ...contract.metrics import Metric, describe
 from ...errors import BadInput
-from ...stats.compare import per_sample
 from ...stats.compare_rules import compare_rules
 from ...stats.panels import SETTING, shorten
-from ..comparison_table import probability, signed
 from ..footnotes import pins_total
-from .panel import Panel
+from ..panel import Panel
+from ..words import probability, signed
 
 SAME = [name for name in SETTING if name != "pins_mode"]
 
@@ -43,7 +42,7 @@ class Effect:
     same: list[str]
 
 
-def shares(panels: Sequence[Panel]) -> list[Shares]:
+def share_pins(panels: Sequence[Panel]) -> list[Shares]:
     """Per rule of pins, what each policy keeps for sure."""
     if not panels:
         return []
@@ -57,23 +56,25 @@ def shares(panels: Sequence[Panel]) -> list[Shares]:
             policy, pins = str(own["policy"].iloc[0]), str(own["pins"].iloc[0])
             there = {int(budget) for budget in own["budget"]}
             total = pins_total(pins)
-            rows.append((shorten(policy), _told(pins), [total / b if b in there else None for b in budgets]))
+            rows.append(
+                (shorten(policy), _describe(pins), [total / b if b in there else None for b in budgets])
+            )
         found.append(Shares(str(rule), budgets, rows))
     return found
 
 
-def _told(pins: str) -> str:
+def _describe(pins: str) -> str:
     first, last = pins.split(",")
     parts = [f"{word} {count}" for word, count in (("first", first), ("last", last)) if count != "0"]
     return ", ".join(parts) or "none"
 
 
-def effects(rows: pd.DataFrame, panels: Sequence[Panel]) -> tuple[list[Effect], str]:
+def compare_pins(rows: pd.DataFrame, panels: Sequence[Panel]) -> tuple[list[Effect], str]:
     """Where the same was run with native pins and under another rule: what that changes (`compare_rules`).
 
     rows: as `read_rows` gives them. Also returns why there is nothing to compare, or "".
     """
-    metrics = list(dict.fromkeys(per_sample(metric) for panel in panels for metric in panel.judged))
+    metrics = list(dict.fromkeys(panel.per_sample(metric) for panel in panels for metric in panel.judged))
     try:
         frame = compare_rules(rows, "pins", metrics)
     except BadInput as error:
@@ -95,15 +96,14 @@ def _effect(part: pd.DataFrame, alike: Sequence[str]) -> Effect:
     first = part.iloc[0]
     lines = part[~part["policy"].isin(alike)]
     budgets = sorted({int(budget) for budget in lines["budget"]})
-    rows = []
+    rows, metric = [], describe(first["metric"])
     for policy, own in lines.groupby("policy", sort=False):
-        cells = {int(line["budget"]): _cell(line) for line in own.to_dict("records")}
+        cells = {int(line["budget"]): _cell(line, metric) for line in own.to_dict("records")}
         rows.append([shorten(str(policy)), *(cells.get(budget, "") for budget in budgets)])
-    title = f"{first['task']}, {describe(first['metric']).label}: pins {first['pins_mode']} minus native pins"
+    title = f"{first['task']}, {metric.label}: pins {first['pins_mode']} minus native pins"
     return Effect(title, budgets, rows, [shorten(policy) for policy in alike])
 
 
-def _cell(line: Mapping[Any, Any]) -> str:
-    metric = line["metric"]
+def _cell(line: Mapping[Any, Any], metric: Metric) -> str:
     low, high = (signed(line[end], metric) for end in ("lo", "hi"))
     return f"{signed(line['difference'], metric)} [{low},{high}] p {probability(line['p_holm'])}"

@@ -16,7 +16,7 @@ from kvbench.errors import BadInput
 from kvbench.learn.ranked import RecordedRanker, boundary
 from kvbench.learn.trace import TraceSet
 from kvbench.show.figures import TRACES, Request, inputs
-from kvbench.show.style import Style, styles
+from kvbench.show.style import Style, assign_styles
 from kvbench.stats.bootstrap import Estimate, Floats, bootstrap_intervals, pool_rows
 from kvbench.stats.panels import shorten
 from kvbench.study.progress import progress
@@ -56,7 +56,7 @@ def rank_folders(asked: Request, name: str, specs: Sequence[str]) -> tuple[list[
     for path in inputs(asked, name, TRACES, [], HINT):
         traces = TraceSet(path)
         ranker = RecordedRanker.open(traces, specs, asked.pins or "none")
-        looks = styles(ranker.specs, style_of(ranker.policies))
+        looks = assign_styles(ranker.specs, style_of(ranker.policies))
         found.append(_costs(ranker, asked))
     return found, looks
 
@@ -79,8 +79,9 @@ def _costs(ranker: RecordedRanker, asked: Request) -> Costs:
             (one,) = ranker.rank(trace, boundary(trace))
             for spec, order in one.orders.items():
                 every = budget_costs(order, one.utility)
-                costs.budget.setdefault(spec, []).append(averaged(every.numpy()))
-                costs.missed.setdefault(spec, []).append(averaged(missed_masses(order, one.utility).numpy()))
+                costs.budget.setdefault(spec, []).append(average_points(every.numpy()))
+                missed = missed_masses(order, one.utility).numpy()
+                costs.missed.setdefault(spec, []).append(average_points(missed))
                 totals.setdefault(spec, []).append(every.sum(-1).numpy())
             advance(trace.info.task)
     costs.totals.update({spec: np.stack(each) for spec, each in totals.items()})
@@ -94,7 +95,7 @@ def budget_edges(longest: int) -> list[int]:
     return [int(edge) for edge in np.unique(np.round(2.0**powers).astype(int))]
 
 
-def averaged(costs: Floats) -> Floats:
+def average_points(costs: Floats) -> Floats:
     """Means over the budgets of each point that all belong to it. (..., n) -> (..., point)."""
     edges = budget_edges(costs.shape[-1])
     sums = np.add.reduceat(costs[..., : edges[-1] - 1], np.array(edges[:-1]) - 1, axis=-1)
@@ -116,7 +117,7 @@ def by_budget(costs: Costs, head: str | None, wanted: Sequence[str]) -> pd.DataF
     items: list[Estimate] = []
     for spec in budget:
         total = float(np.mean([_of_head(part[..., None], head) for part in costs.totals[spec]]))
-        told = {"traces": costs.folder, "policy": costs.names[spec], "spec": spec, "eviction_cost": total}
+        line = {"traces": costs.folder, "policy": costs.names[spec], "spec": spec, "eviction_cost": total}
         quantities: dict[str, tuple[list[Floats], list[Floats] | None]] = {
             "budget_cost": (budget[spec], None),
             "missed_mass": (missed[spec], None),
@@ -126,7 +127,7 @@ def by_budget(costs: Costs, head: str | None, wanted: Sequence[str]) -> pd.DataF
             values, weights = quantities[quantity]
             for span, item in _points(costs.samples, values, weights):
                 numbers = {"mean": item.value, "n": len(item.samples)}
-                lines.append({**told, "quantity": quantity, **span, **numbers})
+                lines.append({**line, "quantity": quantity, **span, **numbers})
                 items.append(item)
     return _with_bounds(lines, items)
 
