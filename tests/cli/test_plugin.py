@@ -44,7 +44,7 @@ def _install(monkeypatch: pytest.MonkeyPatch) -> Registry:
 def test_a_new_process_lists_plugin_and_built_ins_with_broken_ones_apart(plugin_folder: Path) -> None:
     path = os.pathsep.join(filter(None, [str(plugin_folder), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
-        [sys.executable, "-c", "from kvbench.cli import main; main()", "list", "policies"],
+        [sys.executable, "-m", "kvbench", "list", "policies"],
         env={**os.environ, "PYTHONPATH": path},
         capture_output=True,
         text=True,

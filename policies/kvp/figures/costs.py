@@ -16,20 +16,21 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from kvbench.contract.pins import parse_pins
 from kvbench.errors import BadInput
-from kvbench.show.canvas import (
+from kvbench.show.kit import (
+    BUDGET,
     FONT,
     GRID,
     WIDTH,
+    Request,
+    Style,
     add_axes,
     add_heading,
+    name_ticks,
     new_figure,
     round_numbers,
     save,
     use_fonts,
 )
-from kvbench.show.curves import BUDGET, name_ticks
-from kvbench.show.figures import Request
-from kvbench.show.style import Style
 
 from .recorded_costs import POINTS_PER_OCTAVE, Costs, by_budget, by_head, rank_folders
 

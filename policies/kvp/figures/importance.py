@@ -16,20 +16,23 @@ from kvbench.contract.look import style_of
 from kvbench.errors import BadInput
 from kvbench.learn.ranked import Ranked, RecordedRanker, boundary, learned_policies
 from kvbench.learn.trace import Trace, TraceSet
-from kvbench.show.canvas import (
+from kvbench.show.kit import (
     FONT,
     GRID,
+    TRACES,
     WIDTH,
+    Request,
+    Style,
     add_axes,
     add_heading,
+    assign_styles,
+    inputs,
     new_figure,
     round_numbers,
     save,
+    shorten,
     use_fonts,
 )
-from kvbench.show.figures import TRACES, Request, inputs
-from kvbench.show.style import Style, assign_styles
-from kvbench.stats.panels import shorten
 
 from . import heads
 from .heads import find_head, head_name

@@ -9,18 +9,20 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from kvbench.errors import BadInput
-from kvbench.show.canvas import (
+from kvbench.show.kit import (
     FONT,
+    GREY,
     GRID,
+    REFERENCE,
     WIDTH,
+    Request,
     add_axes,
     add_heading,
+    inputs,
     new_figure,
     round_numbers,
     save,
 )
-from kvbench.show.figures import REFERENCE, Request, inputs
-from kvbench.show.style import GREY
 
 from ..study import PINS, VARIANTS
 from . import STUDY

@@ -10,19 +10,19 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from kvbench.show.canvas import (
+from kvbench.show.kit import (
     FONT,
     GRID,
     WIDTH,
+    Request,
     add_axes,
     add_heading,
     new_figure,
     round_numbers,
     save,
+    shorten,
     use_fonts,
 )
-from kvbench.show.figures import Request
-from kvbench.stats.panels import shorten
 
 from . import heads
 from .heads import head_name

@@ -13,13 +13,21 @@ import pandas as pd
 from kvbench.contract.look import style_of
 from kvbench.contract.registry import spec_of
 from kvbench.errors import BadInput
+from kvbench.learn import progress
 from kvbench.learn.ranked import RecordedRanker, boundary
 from kvbench.learn.trace import TraceSet
-from kvbench.show.figures import TRACES, Request, inputs
-from kvbench.show.style import Style, assign_styles
-from kvbench.stats.bootstrap import Estimate, Floats, bootstrap_intervals, pool_rows
-from kvbench.stats.panels import shorten
-from kvbench.study.progress import progress
+from kvbench.show.kit import (
+    TRACES,
+    Estimate,
+    Floats,
+    Request,
+    Style,
+    assign_styles,
+    bootstrap_intervals,
+    inputs,
+    pool_rows,
+    shorten,
+)
 
 from .heads import budget_costs, find_head, head_name, missed_masses
 
