@@ -203,7 +203,7 @@ def test_what_an_output_cannot_show_is_escaped(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"\\ud800": 1}\n')
     program = (
-        "import sys; from kvbench.cli import main\n"
+        "import sys; from kvbench.cli.main import main\n"
         "sys.argv = 'kvbench run --policy knorm --task boolq --budgets 8 --data'.split()\n"
         f"sys.argv.append({str(file)!r}); main()"
     )
