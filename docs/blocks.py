@@ -14,12 +14,12 @@ from functools import cache
 import pandas as pd
 
 from kvbench.contract.cell import FULL
-from kvbench.contract.metrics import describe
-from kvbench.show.comparison_table import probability, signed
-from kvbench.show.table import number
+from kvbench.contract.metrics import Metric, describe
+from kvbench.show.words import number, probability, signed
 from kvbench.stats.aggregate import aggregate
-from kvbench.stats.compare import paired as paired_rows
+from kvbench.stats.compare import compare_pairs
 from kvbench.stats.compare_rules import compare_rules
+from kvbench.store.frame import metrics_of
 from kvbench.store.results import read_rows
 
 from .figure_blocks import FIGURES
@@ -43,7 +43,7 @@ def rows_of(names: str) -> pd.DataFrame:
     return read_rows([str(REFERENCE / name) for name in names.split("+")])
 
 
-def interval(mean: float, low: float, high: float, metric: str) -> str:
+def interval(mean: float, low: float, high: float, metric: Metric) -> str:
     """`mean [lo,hi]`; without the interval where it has no width."""
     told, *ends = (number(value, metric) for value in (mean, low, high))
     return told if len(set(ends)) == 1 else f"{told} [{','.join(ends)}]"
@@ -63,14 +63,15 @@ def means(parts: Sequence[str], options: dict[str, str]) -> list[str]:
         if "schedule" in options:
             rows = rows[rows["schedule"] == options["schedule"]]
         lines = aggregate(rows[rows["budget"].isin(asked) | (rows["spec"] == FULL)], [metric])
-        sign = 1 if describe(metric).better == "lower" else -1
+        about = describe(metric, metrics_of(rows))
+        sign = 1 if about.better == "lower" else -1
         for policy, mine in lines.groupby("policy", sort=False):
             order.setdefault(str(policy), sign * mine["mean"].mean())
         for budget in asked:
             head = str(budget) if len(parts) == 3 else f"{run}, {metric}, {budget}"
             there = lines[(lines["budget"] == budget) | lines["budget"].isna()]
             columns[head] = {
-                line["policy"]: interval(line["mean"], line["lo"], line["hi"], metric)
+                line["policy"]: interval(line["mean"], line["lo"], line["hi"], about)
                 for line in there.to_dict("records")
             }
     names = options["policies"].split(";") if "policies" in options else ranked(order)
@@ -86,11 +87,12 @@ def subtasks(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     """`subtasks RUN METRIC BUDGET`: means of each task of a run, a task a line."""
     run, metric, budget = parts
     rows, names = rows_of(run), options["policies"].split(";")
+    about = describe(metric, metrics_of(rows))
     rows = rows[(rows["budget"] == int(budget)) | (rows["spec"] == FULL)]
     body = []
     for task, own in rows[rows["spec"].isin(names) & (rows["status"] == "ok")].groupby("task", sort=False):
         found = own.groupby("spec")[f"metric:{metric}"].mean()
-        body.append([str(task).partition("/")[2], *(number(found[name], metric) for name in names)])
+        body.append([str(task).partition("/")[2], *(number(found[name], about) for name in names)])
     return lines_of(["subtask", *(LABELS.get(name, name) for name in names)], body)
 
 
@@ -103,7 +105,7 @@ def ranked(order: dict[str, float]) -> list[str]:
 def paired(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     """`paired RUN BASELINE METRIC BUDGETS`: policy minus baseline on the same samples, corrected p, wins."""
     run, baseline, metric, budgets = parts
-    return differences(paired_rows(rows_of(run), baseline, metric), metric, budgets, options)
+    return differences(compare_pairs(rows_of(run), baseline, metric), metric, budgets, options)
 
 
 def rules(parts: Sequence[str], options: dict[str, str]) -> list[str]:
@@ -116,6 +118,7 @@ def rules(parts: Sequence[str], options: dict[str, str]) -> list[str]:
 
 def differences(frame: pd.DataFrame, metric: str, budgets: str, options: dict[str, str]) -> list[str]:
     """Two columns a budget: difference with its interval; Holm's p with wins, ties and losses."""
+    about = describe(metric, metrics_of(frame))
     asked = [int(budget) for budget in budgets.split(",")]
     names = options["policies"].split(";") if "policies" in options else list(dict.fromkeys(frame["policy"]))
     header, body = ["policy"], []
@@ -126,8 +129,8 @@ def differences(frame: pd.DataFrame, metric: str, budgets: str, options: dict[st
         for budget in asked:
             found = frame[(frame["policy"] == name) & (frame["budget"] == budget)].to_dict("records")
             for line in found[:1]:
-                ends = f"[{number(line['lo'], metric)},{number(line['hi'], metric)}]"
-                row.append(f"{signed(line['difference'], metric)} {ends}")
+                ends = f"[{number(line['lo'], about)},{number(line['hi'], about)}]"
+                row.append(f"{signed(line['difference'], about)} {ends}")
                 row.append(f"{probability(line['p_holm'])}, {line['win']}/{line['tie']}/{line['loss']}")
             row += ["", ""] * (not found)
         body.append(row)

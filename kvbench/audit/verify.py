@@ -19,7 +19,7 @@ from ..contract.metrics import describe
 from ..store.manifest import read_manifest, stored_metrics
 from ..store.results import Row, stored_rows
 from .finding import Finding
-from .shown import figures, pages, table_file
+from .shown import Current, check_figures, check_pages, check_table
 
 SLACK = 1e-5  # what rounding in float32 may put outside of a metric's limits
 
@@ -71,11 +71,12 @@ def verify(
             from .sources import check_sources
 
             yield from check_sources(run.manifest, {row.key for row in run.rows}, where)
+    current = Current(paths)
     for run in runs:
-        yield from figures(run.path, paths, every=bool(run.own))
-        yield from pages(run.path, paths)
+        yield from check_figures(run.path, current, every=bool(run.own))
+        yield from check_pages(run.path, current)
     for table in tables:
-        yield table_file(Path(table), paths)
+        yield check_table(Path(table), current)
 
 
 def _finding(law: str, faults: Iterable[str], remark: str) -> Finding:

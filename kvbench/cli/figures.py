@@ -14,18 +14,22 @@ from .listing import list_ as list_of
 
 
 def figure(
-    name: Annotated[str | None, typer.Argument(help="Which figure; --list shows all.")] = None,
-    paths: Annotated[list[str] | None, typer.Argument(help="What it takes, as --list says.")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the figures and stop.")] = False,
-    metric: Annotated[list[str] | None, typer.Option(help="Of runs; default: each task's main one.")] = None,
-    each: Annotated[
-        bool, typer.Option("--each", help="A panel per task, where a group has several.")
-    ] = False,
-    policy: Annotated[list[str] | None, typer.Option(help="Policies; default: the figure's own.")] = None,
-    pins: Annotated[str | None, typer.Option(help="Of traces: none, native, or FIRST,LAST.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Traces to use; default: all.")] = None,
-    sample: Annotated[int, typer.Option(help="Which trace, from 0, where a figure shows one.")] = 0,
-    head: Annotated[str | None, typer.Option(help="A KV head, as L10.H0.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Name of the figure; --list shows all.")] = None,
+    paths: Annotated[list[str] | None, typer.Argument(help="Its inputs, as --list says.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="List the figures and exit.")] = False,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics, for figures of runs; default: each task's main one.")
+    ] = None,
+    each: Annotated[bool, typer.Option("--each", help="One panel per task of a group.")] = False,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Policies to draw; default: the figure's own.")
+    ] = None,
+    pins: Annotated[
+        str | None, typer.Option(help="Pins, for figures of traces: none, native, or FIRST,LAST.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Number of traces; default: all of them.")] = None,
+    sample: Annotated[int, typer.Option(help="Index of the trace, for figures of one trace.")] = 0,
+    head: Annotated[str | None, typer.Option(help="A KV head, as in L10.H0.")] = None,
     out: Annotated[str, typer.Option(help="Folder for PNG, SVG and CSV.")] = str(OUT),
 ) -> None:
     """Draw a figure of the KVP paper from stored runs, recorded traces, or measured times."""

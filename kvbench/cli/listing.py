@@ -7,35 +7,37 @@ from typing import Annotated
 import typer
 
 from ..errors import BadInput
-from .options import FAILED, console, told
+from .options import FAILED, console, print_findings
 
 LISTED = ("policies", "tasks", "models", "figures")
 
 
-def list_(what: Annotated[str, typer.Argument(help="policies, tasks, models or figures.")]) -> None:
-    """List policies, tasks, models or figures, with broken plugins and why they are broken."""
+def list_(
+    what: Annotated[str, typer.Argument(help="What to list: policies, tasks, models or figures.")],
+) -> None:
+    """List policies, tasks, models or figures, including plugins that failed to load, and why."""
     if what not in LISTED:
         raise BadInput(f"list '{what}': choose one of {', '.join(LISTED)}")
-    from ..cli import describe
+    from . import describe
 
     for part in getattr(describe, what)():
         console().print(part)
 
 
-def info(name: Annotated[str, typer.Argument(help="A policy or a task, parameters allowed.")]) -> None:
-    """Describe a policy or task: parameters, the source of every default, what it needs and keeps."""
-    from ..cli import describe
+def info(name: Annotated[str, typer.Argument(help="A policy or task, with or without parameters.")]) -> None:
+    """Describe a policy or task: parameters, the source of every default, needs, pins, ranking."""
+    from . import describe
 
     for part in describe.entry(name):
         console().print(part, markup=False, highlight=False)
         console().print()
 
 
-def check(name: Annotated[str, typer.Argument(help="A policy, parameters allowed.")]) -> None:
-    """Try the contract on a policy: yours, a plugin's or a built-in one."""
+def check(name: Annotated[str, typer.Argument(help="A policy, with or without parameters.")]) -> None:
+    """Run the contract checks on a policy, built-in or your own."""
     from ..audit.check import check_policy
 
-    broken = told(check_policy(name))
+    broken = print_findings(check_policy(name))
     if broken:
         typer.echo(f"error: policy '{name}' breaks {broken} of its laws", err=True)
         raise typer.Exit(FAILED)

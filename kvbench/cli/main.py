@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import io
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,9 +21,6 @@ from .listing import check, info, list_
 from .options import INTERRUPTED, REFUSED
 from .run import run
 from .speed import speed
-
-if TYPE_CHECKING:
-    pass
 
 
 class Commands(typer.core.TyperGroup):
@@ -72,7 +69,7 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and stop.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     pass

@@ -67,7 +67,7 @@ def console() -> Console:
     return Console(soft_wrap=False, width=None if sys.stdout.isatty() else 160)
 
 
-def told(findings: Iterable[Finding]) -> int:
+def print_findings(findings: Iterable[Finding]) -> int:
     """Print findings one by one; returns how many failed."""
     broken = 0
     for finding in findings:

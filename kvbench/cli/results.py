@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ..contract.cell import FULL
 from ..contract.registry import split_specs
 from ..errors import BadInput
-from .options import FAILED, tasks_of, told
-
-if TYPE_CHECKING:
-    pass
+from .options import FAILED, print_findings, tasks_of
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -23,30 +20,35 @@ def add_commands(app: typer.Typer) -> None:
 
 def plot(
     paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
-    metric: Annotated[list[str] | None, typer.Option(help="Metrics; default: each task's main ones.")] = None,
+    metric: Annotated[
+        list[str] | None, typer.Option(help="Metrics to draw; default: each task's main ones.")
+    ] = None,
     versus: Annotated[
         str | None,
-        typer.Option(help="schedule, question or pins: draw two values of it side by side instead."),
+        typer.Option(help="schedule, question or pins: draw its two values side by side instead."),
     ] = None,
     out: Annotated[str | None, typer.Option(help="Folder; default: figures/ in the first run.")] = None,
 ) -> None:
-    """Draw metrics against budgets, or one rule against another, from stored rows."""
+    """Draw metrics against budgets, or two values of a rule side by side, from stored rows."""
+    import os
+
     from ..show.plot import plot as draw
     from ..show.versus import versus as draw_versus
 
     metrics = split_specs(metric or [])
-    files = (
-        draw_versus(paths, versus, metrics, out) if versus else draw(paths, ",".join(metrics) or None, out)
-    )
+    if versus:
+        files = draw_versus(paths, versus, metrics, out)
+    else:
+        files = draw(paths, ",".join(metrics) or None, out, workers=os.cpu_count() or 1)
     for path in files:
         typer.echo(path)
 
 
 def table(
     paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
-    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
+    format: Annotated[str, typer.Option(help="Output: text, md, csv or json.")] = "text",
     metric: Annotated[
-        list[str] | None, typer.Option(help="Metrics; default: all that were measured.")
+        list[str] | None, typer.Option(help="Metrics to print; default: all measured ones.")
     ] = None,
 ) -> None:
     """Print means with 95% intervals from stored rows."""
@@ -61,19 +63,17 @@ def table(
 
 def compare(
     paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
-    baseline: Annotated[str, typer.Option(help="The policy to compare with, as tables name it.")] = FULL,
-    format: Annotated[str, typer.Option(help="text, md, csv or json.")] = "text",
+    baseline: Annotated[str, typer.Option(help="Policy to compare with, named as in tables.")] = FULL,
+    format: Annotated[str, typer.Option(help="Output: text, md, csv or json.")] = "text",
     metric: Annotated[
-        list[str] | None, typer.Option(help="Metrics; default: each task's main one, and kl.")
+        list[str] | None, typer.Option(help="Metrics to compare; default: each task's main one, and kl.")
     ] = None,
     versus: Annotated[
         str | None,
-        typer.Option(
-            help="Instead: every policy with itself under two values of schedule, question or pins."
-        ),
+        typer.Option(help="schedule, question or pins: compare each policy with itself under two values."),
     ] = None,
 ) -> None:
-    """Compare every policy with a baseline on the same samples: differences, tests, and what to distrust."""
+    """Compare policies with a baseline on the same samples: differences, tests, suspect results."""
     from ..show.comparison_table import render_comparison
     from ..stats.compare import compare as compare_rows
     from ..stats.compare_rules import compare_rules
@@ -93,29 +93,29 @@ def compare(
 def report(
     paths: Annotated[list[str], typer.Argument(help="Run folders or rows.jsonl files.")],
     out: Annotated[
-        str | None, typer.Option(help="The file; default: report.html in the first run folder.")
+        str | None, typer.Option(help="HTML file to write; default: report.html in the first run folder.")
     ] = None,
 ) -> None:
-    """Write one HTML page about stored rows: best policies, curves, every pair, pins, where it comes from."""
+    """Write one HTML page from stored rows: best policies, curves, all pairs, pins, provenance."""
     from ..show.report import report as write
 
     typer.echo(write(paths, out))
 
 
 def verify(
-    paths: Annotated[list[str], typer.Argument(help="Run folders; figures and pages may show several.")],
+    paths: Annotated[list[str], typer.Argument(help="Run folders; name all that a figure or page shows.")],
     table: Annotated[
         list[str] | None,
-        typer.Option(help="A csv or json file of `kvbench table` to check against the rows."),
+        typer.Option(help="csv or json output of `kvbench table` to check against the rows."),
     ] = None,
     sources: Annotated[
-        bool, typer.Option("--sources", help="Look up model and data again and compare their hashes.")
+        bool, typer.Option("--sources", help="Also load model and data again and compare their hashes.")
     ] = False,
 ) -> None:
-    """Check that rows, manifest, figures, pages and tables of run folders belong together."""
+    """Check that rows, manifest, figures, pages and tables of run folders are consistent."""
     from ..audit.verify import verify as verify_runs
 
-    broken = told(verify_runs(paths, table or [], sources))
+    broken = print_findings(verify_runs(paths, table or [], sources))
     if broken:
         typer.echo(f"error: {broken} checks failed", err=True)
         raise typer.Exit(FAILED)
@@ -125,13 +125,13 @@ def verify(
 def rerun(
     path: Annotated[str, typer.Argument(help="A run folder.")],
     samples: Annotated[
-        int | None, typer.Option(help="Repeat only so many samples of each task, drawn at random.")
+        int | None, typer.Option(help="Repeat this many random samples per task; default: all.")
     ] = None,
     tolerance: Annotated[
-        float, typer.Option(help="What still counts as equal, relative to 1 or more.")
+        float, typer.Option(help="Largest difference that counts as equal, relative to max(1, value).")
     ] = 1e-4,
     out: Annotated[
-        str | None, typer.Option(help="Folder of the repeated rows, new or to go on with; default: not kept.")
+        str | None, typer.Option(help="Folder to keep the repeated rows in; default: not kept.")
     ] = None,
 ) -> None:
     """Repeat a run from its manifest and report the rows that differ."""

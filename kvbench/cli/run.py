@@ -17,43 +17,56 @@ if TYPE_CHECKING:
 
 def run(
     policy: Annotated[list[str], typer.Option(help="Policies: name or name:param=value, or all.")],
-    task: Annotated[list[str], typer.Option(help="Tasks: name, name:param=value, or a group.")],
-    budgets: Annotated[list[str], typer.Option(help="KV pairs kept per KV head and layer: 20,100,500.")],
-    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
-    limit: Annotated[int | None, typer.Option(help="Samples per task; default: all.")] = None,
+    task: Annotated[list[str], typer.Option(help="Tasks: name, name:param=value, or a group of tasks.")],
+    budgets: Annotated[
+        list[str], typer.Option(help="KV pairs kept per KV head per layer, as in 20,100,500.")
+    ],
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id of the model.")] = "smollm2-135m",
+    limit: Annotated[int | None, typer.Option(help="Samples per task; default: all of them.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated samples and random policies.")] = 0,
     seeds: Annotated[
-        list[str] | None, typer.Option(help="Several seeds, as 0,1,2; tables and figures pool them.")
+        list[str] | None, typer.Option(help="Several seeds, as in 0,1,2; tables and figures pool them.")
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all: layers over all GPUs.")] = "auto",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, or cuda:all (layers spread over all GPUs).")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
     protocol: Annotated[
-        str, typer.Option(help="paper (each task's and policy's own rules) or controlled (the same for all).")
+        str, typer.Option(help="paper: each task's and policy's own rules; controlled: the same for all.")
     ] = "paper",
-    schedule: Annotated[str | None, typer.Option(help="prefill or chunked; default: the task's.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="When to evict: prefill or chunked; default: the task's.")
+    ] = None,
     chunk: Annotated[int | None, typer.Option(help="Tokens per chunk of the chunked schedule.")] = None,
     pins: Annotated[
         str | None,
-        typer.Option(help="native, none, or FIRST,LAST tokens always kept; default: the protocol's."),
+        typer.Option(help="Tokens always kept: native, none, or FIRST,LAST; overrides the protocol."),
     ] = None,
     question: Annotated[
-        str | None, typer.Option(help="withheld or seen; default: the protocol's, then the task's.")
+        str | None,
+        typer.Option(help="Read before eviction (seen) or after (withheld); overrides the protocol."),
     ] = None,
-    template: Annotated[str, typer.Option(help="auto, chat or none.")] = "auto",
-    data: Annotated[str | None, typer.Option(help="jsonl file with the task's samples.")] = None,
+    template: Annotated[str, typer.Option(help="Chat template: auto, chat or none.")] = "auto",
+    data: Annotated[str | None, typer.Option(help="jsonl file of the task's samples.")] = None,
     draft: Annotated[
-        bool, typer.Option(help="Verify likely answers in one pass; same results, less time.")
+        bool, typer.Option(help="Verify likely answers in one pass: same results, less time.")
     ] = True,
-    out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
-    executor: Annotated[str, typer.Option(help="local, or ray: workers of a Ray cluster.")] = "local",
-    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per GPU or machine.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Run folder; default: derived from the settings, under results/.")
+    ] = None,
+    executor: Annotated[
+        str, typer.Option(help="Where to evaluate: local, or ray (workers of a Ray cluster).")
+    ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(help="Ray workers; default: one per GPU, or per machine without GPUs.")
+    ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+        str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, a local cluster, or a new one.")
     ] = None,
 ) -> None:
-    """Evaluate policies on tasks at every budget. The same command resumes and adds to its run folder.
+    """Evaluate policies on tasks at every budget. Repeating a command resumes its run folder.
 
-    Lists are separated by commas, and options may repeat.
+    Separate lists with commas, or repeat the option.
     """
     options: dict[str, Any] = {
         "model": model, "limit": limit, "seed": seed, "seeds": parse_seeds(seeds or []), "device": device,

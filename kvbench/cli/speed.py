@@ -14,19 +14,23 @@ from ..errors import BadInput
 def speed(
     policy: Annotated[list[str], typer.Option(help="Policies: name or name:param=value, or all.")],
     lengths: Annotated[
-        list[str], typer.Option(help="Tokens of context; more than the model was made for is allowed.")
+        list[str], typer.Option(help="Context lengths in tokens; may exceed what the model was trained for.")
     ] = ["512,1024,2048"],  # noqa: B006 - typer reads the default, nobody changes it
-    budget: Annotated[int, typer.Option(help="KV pairs per KV head and layer to compact to.")] = 256,
-    new_tokens: Annotated[int, typer.Option(help="Tokens to decode from each cache.")] = 32,
+    budget: Annotated[int, typer.Option(help="KV pairs per KV head per layer after compaction.")] = 256,
+    new_tokens: Annotated[int, typer.Option(help="Tokens to decode from each compacted cache.")] = 32,
     repeat: Annotated[int, typer.Option(help="Passes per length; the table shows medians.")] = 3,
-    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all: layers over all GPUs.")] = "auto",
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id of the model.")] = "smollm2-135m",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, or cuda:all (layers spread over all GPUs).")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
+    out: Annotated[
+        str | None, typer.Option(help="Run folder; default: derived from the settings, under results/.")
+    ] = None,
 ) -> None:
-    """Time prefill, scores, ranking, compaction and decoding; count operations; measure peak memory.
+    """Time prefill, scoring, ranking, compaction and decoding; count operations; measure peak memory.
 
-    Rows are kept: the same command measures only what is missing in its folder.
+    Rows are stored; repeating a command measures only what is missing.
     """
     counts = tuple(_count(piece) for piece in split_specs(lengths))
     specs = tuple(split_specs(policy))

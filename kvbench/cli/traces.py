@@ -20,29 +20,37 @@ def add_commands(app: typer.Typer) -> None:
 
 
 def trace(
-    task: Annotated[list[str], typer.Option(help="Tasks to sample from, taking turns.")],
-    samples: Annotated[int, typer.Option(help="Traces to record in all.")],
+    task: Annotated[list[str], typer.Option(help="Tasks to sample from, in turn.")],
+    samples: Annotated[int, typer.Option(help="Total number of traces.")],
     out: Annotated[str, typer.Option(help="Folder for the traces.")],
-    model: Annotated[str, typer.Option(help="Alias, local folder or hub id.")] = "smollm2-135m",
-    length: Annotated[str | None, typer.Option(help="Tokens per sample: 512, or a range 350-700.")] = None,
+    model: Annotated[str, typer.Option(help="Alias, local folder or hub id of the model.")] = "smollm2-135m",
+    length: Annotated[
+        str | None, typer.Option(help="Tokens per sample: 512, or a range as in 350-700.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
-    data: Annotated[str | None, typer.Option(help="File with the task's samples.")] = None,
+    data: Annotated[str | None, typer.Option(help="jsonl file of the task's samples.")] = None,
     under: Annotated[
-        str | None, typer.Option(help="POLICY:BUDGET: record the future as it is after that eviction.")
+        str | None, typer.Option(help="POLICY:BUDGET: record future attention after this eviction.")
     ] = None,
     response: Annotated[
-        str, typer.Option(help="data or generated: what follows the question, or the model's own answer.")
+        str, typer.Option(help="data (the reference answer) or generated (the model's own answer).")
     ] = "data",
-    store: Annotated[str, typer.Option(help="float16, bfloat16 or float32 on disk.")] = "float16",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all: layers over all GPUs.")] = "auto",
+    store: Annotated[str, typer.Option(help="Precision on disk: float16, bfloat16 or float32.")] = "float16",
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, or cuda:all (layers spread over all GPUs).")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    executor: Annotated[str, typer.Option(help="local, or ray: workers of a Ray cluster.")] = "local",
-    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per GPU or machine.")] = None,
+    executor: Annotated[
+        str, typer.Option(help="Where to record: local, or ray (workers of a Ray cluster).")
+    ] = "local",
+    workers: Annotated[
+        int | None, typer.Option(help="Ray workers; default: one per GPU, or per machine without GPUs.")
+    ] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+        str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, a local cluster, or a new one.")
     ] = None,
 ) -> None:
-    """Record queries, keys and values of every layer, one forward pass per sample. Resumes."""
+    """Record queries, keys and values of every layer, one forward pass per sample; resumable."""
     specs = expand_tasks(split_specs(task))
     for spec in specs:
         TASKS.target(split_name(spec)[0])
@@ -60,19 +68,23 @@ def trace(
 
 def train(
     ctx: typer.Context,
-    policy: Annotated[str, typer.Option(help="A policy that learns.")],
+    policy: Annotated[str, typer.Option(help="The learned policy to train.")],
     traces: Annotated[str, typer.Option(help="Folder that `kvbench trace` wrote.")],
-    out: Annotated[str, typer.Option(help="File for the weights.")],
-    recipe: Annotated[str | None, typer.Option(help="Named settings; default: the trainer's first.")] = None,
-    executor: Annotated[str, typer.Option(help="local, or ray: layers dealt out to workers.")] = "local",
-    workers: Annotated[int | None, typer.Option(help="Of ray; default: one per machine.")] = None,
+    out: Annotated[str, typer.Option(help="Weights file to write.")],
+    recipe: Annotated[
+        str | None, typer.Option(help="Named settings of the trainer; default: its first.")
+    ] = None,
+    executor: Annotated[
+        str, typer.Option(help="Where to train: local, or ray (layers distributed over workers).")
+    ] = "local",
+    workers: Annotated[int | None, typer.Option(help="Ray workers; default: one per machine.")] = None,
     ray_address: Annotated[
-        str | None, typer.Option(help="Of ray; default: RAY_ADDRESS, a local cluster, or a new one.")
+        str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, a local cluster, or a new one.")
     ] = None,
 ) -> None:
-    """Train a policy on recorded traces. Resumes; the same seed gives the same weights.
+    """Train a policy on recorded traces. Resumable; equal seeds give equal weights.
 
-    Any setting of the recipe is an option of its own: --steps 500 --split boundary --objective softcost.
+    Every setting of the recipe is also an option: --steps 500 --split boundary --objective softcost.
     """
     from pathlib import Path
 
@@ -96,23 +108,33 @@ def train(
 def eviction_error(
     traces: Annotated[str, typer.Option(help="Folder that `kvbench trace` wrote.")],
     policy: Annotated[list[str], typer.Option(help="Policies, or all.")],
-    budgets: Annotated[list[str] | None, typer.Option(help="Budgets of the missed mass.")] = None,
-    split: Annotated[str, typer.Option(help="boundary or uniform: where the future begins.")] = "boundary",
-    splits: Annotated[int, typer.Option(help="Uniform split points per trace.")] = 4,
-    pins: Annotated[str, typer.Option(help="native, none, or FIRST,LAST.")] = "none",
-    baseline: Annotated[str | None, typer.Option(help="Compare every policy with this one, paired.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Traces to use; default: all.")] = None,
-    per_head: Annotated[bool, typer.Option(help="Write the mean cost of every layer and KV head.")] = False,
-    seed: Annotated[int, typer.Option(help="Seed of split points and random policies.")] = 0,
-    out: Annotated[str | None, typer.Option(help="Run folder; default: one under results/.")] = None,
+    budgets: Annotated[
+        list[str] | None, typer.Option(help="Budgets at which to measure missed mass.")
+    ] = None,
+    split: Annotated[
+        str, typer.Option(help="Where the future begins: boundary (the question) or uniform.")
+    ] = "boundary",
+    splits: Annotated[int, typer.Option(help="Split points per trace with --split uniform.")] = 4,
+    pins: Annotated[str, typer.Option(help="Tokens always kept: native, none, or FIRST,LAST.")] = "none",
+    baseline: Annotated[
+        str | None, typer.Option(help="Also compare every policy with this one, paired by trace.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="Number of traces; default: all of them.")] = None,
+    per_head: Annotated[
+        bool, typer.Option(help="Also write the mean cost of every layer and KV head.")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Seed of split points and of random policies.")] = 0,
+    out: Annotated[
+        str | None, typer.Option(help="Run folder; default: derived from the settings, under results/.")
+    ] = None,
 ) -> None:
-    """Eviction cost and missed mass of policies on recorded traces; a model only reads their extra tokens."""
+    """Measure eviction cost and missed mass on recorded traces. A model is loaded for soft tokens only."""
     import json
 
     from ..learn.eviction_error import ErrorConfig, measure
     from ..show.table import render
     from ..stats.aggregate import aggregate
-    from ..stats.compare import paired
+    from ..stats.compare import compare_pairs
     from ..store.results import read_rows
     from .options import parse_budgets
 
@@ -134,7 +156,7 @@ def eviction_error(
     if baseline:
         first = rows[rows["budget"] == min(config.budgets)]
         columns = ["policy", "difference", "lo", "hi", "n", "win", "tie", "loss", "p"]
-        pairs = paired(first, baseline, "eviction_cost")[columns]
+        pairs = compare_pairs(first, baseline, "eviction_cost")[columns]
         typer.echo(
             f"\neviction cost minus that of {baseline}, paired over traces, 95% interval, permutation test:"
         )

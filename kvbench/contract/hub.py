@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+from pathlib import Path
 
 
 def hub_reachable() -> bool:
@@ -19,3 +20,23 @@ def hub_reachable() -> bool:
     except OSError:
         return False
     return True
+
+
+def may_be_cached(dataset: str) -> bool:
+    """Whether a folder of the hub's caches is named like a data set: a look that needs no `datasets`.
+
+    False is certain; what a folder really holds only `datasets` can tell.
+    """
+    from huggingface_hub import constants
+
+    prepared = os.environ.get("HF_DATASETS_CACHE") or Path(constants.HF_HOME) / "datasets"
+    caches = [Path(folder).expanduser() for folder in (prepared, constants.HF_HUB_CACHE)]
+    wanted = _letters(dataset.rsplit("/", 1)[-1])
+    return any(
+        wanted in _letters(entry.name) for cache in caches if cache.is_dir() for entry in cache.iterdir()
+    )
+
+
+def _letters(name: str) -> str:
+    """Caches write names in several ways: BoolQ, bool_q."""
+    return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,7 +1,7 @@
-"""What a policy may look at, in one layer, when tokens compete for the cache.
+"""What a policy sees of one layer when its cached tokens are scored.
 
-Everything is lazy, and shared work (the attention of the last queries, the streamed sums) is
-computed once per layer however many policies ask for it.
+Everything is lazy. Shared work (window attention, streamed attention sums) is computed once per layer,
+however many policies ask for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .need import Need
 
 
 class _UndeclaredTensor:
-    """Stands in for keys or values that a policy did not declare: any use of it is an error."""
+    """Placeholder for keys or values that a policy did not declare; any use raises PluginError."""
 
     def __init__(self, need: Need) -> None:
         self._need = need
@@ -68,12 +68,11 @@ class Observation:
     """One layer as a policy sees it. Slots are in ascending original position; rows of the batch are kept
     sets with equally many slots.
 
-    layer, n_layers: index of this layer and their number. full_index: its index among the layers that
-    are evicted (those with full attention). keys, values: (batch, kv_head, slot, dim),
-    as cached (keys after RoPE and QK-norm), in the model's dtype. positions: (batch, kv_head, slot)
-    int64, original positions, also after earlier evictions. new: tokens of this chunk, the last
-    `new` slots. seen: tokens read so far, evicted ones included. scaling: the model's factor on
-    attention logits.
+    layer, n_layers: index of this layer; number of layers. full_index: index among the evictable layers
+    (those with full attention). keys, values: (batch, kv_head, slot, dim) as cached (keys after RoPE and
+    QK-norm), in the model's dtype. positions: (batch, kv_head, slot) int64, original positions, unchanged
+    by earlier evictions. new: number of tokens in this chunk; they are the last `new` slots. seen: tokens
+    read so far, evicted ones included. scaling: the model's factor on attention logits.
     """
 
     layer: int
@@ -96,7 +95,7 @@ class Observation:
     _whole: Observation | None = None
 
     def limited_to(self, needs: frozenset[Need]) -> Observation:
-        """The same observation for a policy that declared `needs`; shared work stays shared."""
+        """This observation restricted to the declared `needs`; shared work stays shared."""
         shown = {**self.__dict__, "needs": needs, "_whole": self._whole or self}
         for name, need in (("keys", Need.KEYS), ("values", Need.VALUES)):
             if need not in needs:
@@ -105,7 +104,7 @@ class Observation:
 
     @property
     def _all_keys(self) -> Tensor:
-        """Keys for shared work, which a policy may use without looking at keys itself."""
+        """Keys for shared work; a policy may use its results without declaring KEYS."""
         return (self._whole or self).keys
 
     @property
@@ -144,7 +143,7 @@ class Observation:
 
     @property
     def hidden_states(self) -> Tensor:
-        """What the attention module received for this chunk: (batch, new, d_model)."""
+        """Inputs of the attention module for this chunk: (batch, new, d_model)."""
         self._require(Need.HIDDEN_STATES)
         if self._hidden is None:
             raise PluginError("hidden states were not recorded for this layer")
@@ -152,9 +151,9 @@ class Observation:
 
     @property
     def future_attention(self) -> Tensor:
-        """u of KVP: attention that question and reference answer pay to each slot, on the full cache.
+        """KVP's u: attention from question and reference answer to each slot, in the full cache.
 
-        (batch, kv_head, slot) float32: sum over future tokens of the max over the group's heads.
+        (batch, kv_head, slot) float32: sum over future tokens of the maximum over the group's query heads.
         """
         self._require(Need.FUTURE)
         if self._future is None:
@@ -164,10 +163,10 @@ class Observation:
 
     @property
     def probe_attention(self) -> Tensor:
-        """Attention of the policy's extra tokens to every slot: (batch, query_head, n, slot) float32.
+        """Attention from the policy's extra tokens to every slot: (batch, query_head, n, slot) float32.
 
-        The softmax runs over the slots and, causally, over the extra tokens. Only the slots' columns
-        are shown, so rows sum to less than 1.
+        The softmax runs over the slots and, causally, over the extra tokens. Only the columns of slots
+        are returned, so rows sum to less than 1.
         """
         self._require(Need.PROBE)
         if self._probe is None:

@@ -1,7 +1,7 @@
-"""The contract of a policy: it scores cached tokens, and does nothing else.
+"""The contract of a policy: it scores cached tokens and does nothing else.
 
 The engine owns pins, ties, ranking, budgets, gathering and positions. A score never
-sees the budget, so one ranking serves every budget and the kept sets are nested.
+sees the budget, so one ranking serves every budget and kept sets are nested.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrainedFor:
-    """The only model a learned policy fits: its evicted layers, KV heads, head size and fingerprint."""
+    """The one model that learned weights fit: evicted layers, KV heads, head size, fingerprint."""
 
     layers: int
     kv_heads: int
@@ -33,7 +33,7 @@ class TrainedFor:
 
 
 def param(default: Any, source: str) -> Any:
-    """A policy or task parameter: its default and where the default comes from."""
+    """A parameter of a policy or task: its default, and the source of that default."""
     return field(default=default, metadata={"source": source})
 
 
@@ -42,13 +42,13 @@ class Policy(ABC):
     """Base of all policies. Subclass as a frozen dataclass whose fields are the parameters.
 
     needs: signals that `score` reads from the Observation.
-    pins: what the published method itself always keeps (`--pins native`).
-    ranking: one sentence, how the published keep/evict rule became a full order.
-    repeated: one sentence, what applying the policy again after each chunk means.
-    bracket: "lower" or "upper" for policies that bound the others in a figure.
-    color: matplotlib colour; without one, a colour is derived from the name.
-    trainer: "module:function" behind `kvbench train --policy NAME`, for policies that learn.
-    figures: "module:tuple" of the FigureKinds (kvbench/figures.py) that this policy adds to `kvbench figure`.
+    pins: tokens that the published method always keeps (`--pins native`).
+    ranking: one sentence: how the published keep/evict rule becomes a total order.
+    repeated: one sentence: what repeated application, after each chunk, means.
+    bracket: "lower" or "upper" for reference policies that bound the others in figures.
+    color: matplotlib colour; None derives one from the name.
+    trainer: "module:function" behind `kvbench train --policy NAME`, for learned policies.
+    figures: "module:tuple" of FigureKinds (kvbench.show.figures) to add to `kvbench figure`.
     """
 
     name: ClassVar[str] = ""
@@ -67,27 +67,27 @@ class Policy(ABC):
 
     @property
     def trained_for(self) -> TrainedFor | None:
-        """The model that learned weights fit, or None when the policy fits every model."""
+        """The model that learned weights fit; None if the policy works with any model."""
         return None
 
     @property
     def probe(self) -> Tensor | None:
-        """Extra tokens of a policy that declares PROBE: their input embeddings (n, d_model), floating point.
+        """Input embeddings (n, d_model), floating point, of the extra tokens of a policy that needs PROBE.
 
-        The engine reads them after the context, shows their attention, and forgets them: they leave
-        nothing in the cache, and no later position counts them. Beside PROBE, such a policy may only
-        look at keys, values and random numbers.
+        The engine reads them after the context, exposes their attention, and removes them: they leave
+        nothing in the cache and do not shift later positions. Besides PROBE, such a policy may declare
+        keys, values and random numbers only.
         """
         return None
 
     @property
     def identity(self) -> str:
-        """Fingerprint of what was learned: part of every row's identity, so retraining makes new rows."""
+        """Fingerprint of the learned weights: part of a row's identity, so retraining gives new rows."""
         return ""
 
     @property
     def card(self) -> Mapping[str, Any]:
-        """How learned weights were made; empty for a policy that learns nothing."""
+        """How the learned weights were made; empty for other policies."""
         return {}
 
     def bind(self, model: ModelDescription) -> Policy:
@@ -109,5 +109,5 @@ class Policy(ABC):
     def score(self, seen: Observation) -> Tensor:
         """Score every slot of one layer, each row of the batch by itself.
 
-        Returns (batch, kv_head, slot) float32; higher is kept longer; must be finite.
+        Returns finite float32 of shape (batch, kv_head, slot); higher is kept longer.
         """

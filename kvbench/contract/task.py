@@ -18,20 +18,19 @@ Result = TypeVar("Result")
 class Sample:
     """One example.
 
-    The prompt is `context + question`, rendered as one user turn where the model has a chat
-    template, followed by `answer_prefix` (the beginning of the model's own turn). With the
-    question withheld only what comes from `context` is in the cache when eviction happens.
+    The prompt is `context + question`, rendered as one user turn if the model has a chat template,
+    followed by `answer_prefix` (the beginning of the model's turn). With the question withheld, only
+    `context` is in the cache when eviction happens.
 
-    id: unique within the task and its parameters; where the seed changes the sample, it changes the id.
-    choices: texts to compare by likelihood, or
-    () to generate. reference: the continuation on which nll, kl and future attention are
-    measured (the gold answer, as it would follow the prompt). gold: whatever `Task.score` needs.
-    max_new_tokens, stop: limits of a generated answer (tokens; strings that end it). Without choices and
-    with 0 new tokens nothing is answered: only the reference is measured.
-    rendered: context, question and reference are final text, made with `Setting.render`: no template
-    is applied, and special tokens inside the text are read as such.
-    bare: nothing precedes the question but a template. cut: tokens of the data that are left out of the
-    prompt. note: what else a reader of the row must know.
+    id: unique within the task and its parameters; if the seed changes the sample, it changes the id.
+    choices: texts to compare by likelihood, or () to generate. reference: the continuation on which nll,
+    kl and future attention are measured (the gold answer as it follows the prompt). gold: whatever
+    `Task.score` needs. max_new_tokens, stop: limits of a generated answer (tokens; strings that end it).
+    Without choices and with 0 new tokens nothing is generated; only the reference is measured.
+    rendered: context, question and reference are final text, made with `Setting.render`; no template is
+    applied, and special tokens in the text are parsed as such. bare: only the template precedes the
+    question. cut: tokens of the data that the prompt leaves out. note: anything else a reader of the
+    row must know.
     """
 
     id: str
@@ -51,9 +50,9 @@ class Sample:
 
 @dataclass(frozen=True)
 class Answer:
-    """What the model answered: a text, or log-likelihoods of the choices (nats).
+    """The model's answer: a text, or log-likelihoods of the choices (nats).
 
-    greedy[i] tells whether choice i is what greedy decoding would have produced.
+    greedy[i]: whether greedy decoding would have produced choice i.
     """
 
     text: str = ""
@@ -69,7 +68,7 @@ class Answer:
 
 
 def plain_turns(turns: list[dict[str, str]], answer: bool = False) -> str:
-    """A dialogue as plain text, for models without a chat template; there is no turn to open."""
+    """A dialogue as plain text, for models without a chat template. `answer` has no effect."""
     return "".join(f"{turn['role'].capitalize()}: {turn['content']}\n" for turn in turns)
 
 
@@ -81,12 +80,12 @@ def _no_tokenizer(text: str) -> list[int]:
 class Setting:
     """What a task may use to build its samples.
 
-    seed: of generated samples. limit: number of samples asked for (None: all there are).
-    data: --data path or None. chat: whether a chat template will be applied (then choices carry no
-    leading delimiter). count: tokens of a sample's whole prompt, template and prefix included.
-    render: turns ({"role": ..., "content": ...}) as the model's chat template writes them, or as plain
-    text where there is none; with answer=True the model's turn is open at the end. ends: for each token
-    of a text, the index of the first character after it.
+    seed: seed of generated samples. limit: number of requested samples (None: all).
+    data: path given by --data, or None. chat: whether a chat template will be applied (choices then carry
+    no leading delimiter). count: tokens of a sample's whole prompt, template and answer prefix included.
+    render: turns ({"role": ..., "content": ...}) in the model's chat template, or as plain text if it has
+    none; with answer=True the text ends at the start of the model's turn. ends: for each token of a text,
+    the index of the first character after it.
     """
 
     seed: int
@@ -100,10 +99,10 @@ class Setting:
 
 @dataclass(frozen=True)
 class Samples:
-    """Samples with the provenance of their data: source in words and sha256 of the data.
+    """Samples and the provenance of their data: source in words, sha256 of the data.
 
-    seeded: whether the seed changes the data, and so the sha256. metric: the main metric, where it is known
-    only with the samples.
+    seeded: whether the seed changes the data and thus the sha256. metric: the main metric, if only the
+    samples determine it.
     """
 
     samples: Sequence[Sample]
@@ -114,7 +113,7 @@ class Samples:
 
 
 def guarded(task: Task, doing: str, call: Callable[[], Result]) -> Result:
-    """What a task's own code gives. Raises: PluginError that names the task when that code fails."""
+    """The result of a task's own code. Raises: PluginError, naming the task, if that code fails."""
     try:
         return call()
     except KvbenchError:
@@ -126,14 +125,13 @@ def guarded(task: Task, doing: str, call: Callable[[], Result]) -> Result:
 class Task(ABC):
     """Base of all tasks. Subclass as a frozen dataclass whose fields are the parameters.
 
-    source: paper or repository. metric: the main metric's name (see kvbench.contract.metrics).
+    source: paper or repository. metric: name of the main metric (kvbench.contract.metrics).
     question: "withheld" (eviction happens before the question is read) or "seen".
-    schedule, chunk: default loop ("prefill", or "chunked" with tokens per chunk); see `loop`.
-    pins: default pins, "native" or FIRST,LAST.
-    takes_data: whether --data means something to the task.
-    template: "auto" (the chat template where there is one) or "none" for running text, which is no
-    user's turn. data: one phrase, where the examples come from. too_long: what a user can do about a
-    sample that the model cannot read.
+    schedule, chunk: default schedule ("prefill", or "chunked" with tokens per chunk); see `loop`.
+    pins: default pins, "native" or FIRST,LAST. takes_data: whether the task accepts --data.
+    template: "auto" (the chat template if there is one), or "none" for running text.
+    data: one phrase: where the examples come from. too_long: advice to the user about samples that exceed
+    the model's context.
     """
 
     name: ClassVar[str] = ""
@@ -153,7 +151,7 @@ class Task(ABC):
         """Build the samples, in a fixed order that does not depend on the limit."""
 
     def loop(self) -> tuple[Literal["prefill", "chunked"], int | None]:
-        """Schedule and tokens per chunk where the user names none; may depend on the parameters."""
+        """Default schedule and tokens per chunk; may depend on the parameters."""
         return self.schedule, self.chunk
 
     @abstractmethod

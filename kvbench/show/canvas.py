@@ -1,4 +1,7 @@
-"""What every figure shares: fonts, sizes, the line above it, and the files it becomes."""
+"""What every figure shares: its paper, fonts, the line above it, and the files it becomes.
+
+Figures are objects of their own. Nothing global changes, so a figure looks the same in any program.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from typing import Any
 
 import matplotlib
 import pandas as pd
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
+from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
@@ -18,31 +24,41 @@ from ..errors import StoreError
 from ..store.manifest import shown_data
 
 FONT = 12  # points, on WIDTH: readable when the figure is shrunk to half a page
+FAMILY = "DejaVu Sans"  # comes with matplotlib: the same everywhere
 WIDTH = 7.6  # inches
-RC: Any = {
-    "font.size": FONT,
-    "font.family": "DejaVu Sans",  # comes with matplotlib: the same everywhere
-    "svg.hashsalt": "kvbench",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
 DPI, COMPACT = 200, 130  # dots per inch of a PNG, and of images inside an SVG
 GRID: dict[str, Any] = {"color": "#dddddd", "linewidth": 0.6}
 
 
-def heading(fig: Figure, lines: Sequence[str], width: int = 88) -> None:
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure, in inches."""
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def add_axes(fig: Figure, rows: int = 1, columns: int = 1, **options: Any) -> NDArray[Any]:
+    """Axes in our fonts, without a frame on the top and on the right: (row, column). options: of subplots."""
+    cells: NDArray[Any] = fig.subplots(rows, columns, squeeze=False, **options)
+    for axes in cells.flat:
+        axes.spines[["top", "right"]].set_visible(False)
+        use_fonts(axes)
+    return cells
+
+
+def use_fonts(axes: Axes) -> None:
+    """Our size and family for what names the axes, colour bars included."""
+    axes.tick_params(which="both", labelsize=FONT, labelfontfamily=FAMILY)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.label.set_fontsize(FONT)
+        axis.get_offset_text().set_fontsize(FONT)
+
+
+def add_heading(fig: Figure, lines: Sequence[str], width: int = 88) -> None:
     """What is shown, above everything, left: one line each, wrapped at `width` characters."""
     text = "\n".join(piece for line in lines for piece in textwrap.wrap(line, width))
     fig.suptitle(text, fontsize=FONT - 1, x=0.01, horizontalalignment="left")
 
 
-def counted(numbers: Sequence[int]) -> str:
-    """ "n = 24", or "n = 20 to 24" where numbers differ."""
-    counts = sorted(set(numbers))
-    return f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-
-
-def short_numbers(lines: pd.DataFrame) -> pd.DataFrame:
+def round_numbers(lines: pd.DataFrame) -> pd.DataFrame:
     """The same with six significant digits: what a figure of thousands of points needs."""
     real = lines.select_dtypes("float").columns
     return lines.assign(**{str(name): [float(f"{value:.6g}") for value in lines[name]] for name in real})
@@ -58,21 +74,22 @@ def save(
     colours, and text as text in the SVG, for figures of many panels. Raises: StoreError.
     """
     files = [folder / f"{name}.png", folder / f"{name}.svg"]
-    told = {}
+    marks = {}
+    for text in fig.findobj(Text):
+        text.set_fontfamily(FAMILY)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if lines is not None:
             shown = lines.drop(columns="run", errors="ignore")
             data = shown.to_csv(index=False, lineterminator="\n").encode()
-            told = {"Description": shown_data(data)}
+            marks = {"Description": shown_data(data)}
             files.append(folder / f"{name}.csv")
             files[-1].write_bytes(data)
-        with matplotlib.rc_context({**RC, "svg.fonttype": "none" if compact else "path"}):
-            if compact:
-                _save_compact(fig, files[0], told)
-            else:
-                fig.savefig(files[0], dpi=DPI, metadata={"Software": None, **told})
-            fig.savefig(files[1], dpi=COMPACT, metadata={"Date": None, "Creator": None, **told})
+        if compact:
+            _save_compact(fig, files[0], marks)
+        else:
+            fig.savefig(files[0], dpi=DPI, metadata={"Software": None, **marks})
+        _save_svg(fig, files[1], marks, "none" if compact else "path")
     except OSError as error:
         raise StoreError(
             f"cannot write figures to {folder} ({error.strerror}): choose another --out"
@@ -80,13 +97,20 @@ def save(
     return files
 
 
-def _save_compact(fig: Figure, file: Path, told: Mapping[str, str]) -> None:
+def _save_svg(fig: Figure, file: Path, marks: Mapping[str, str], text: str) -> None:
+    """text: "path", or "none" for text as text. What an SVG writer reads from the global settings alone is
+    set for as long as it writes."""
+    with matplotlib.rc_context({"svg.hashsalt": "kvbench", "svg.fonttype": text}):
+        fig.savefig(file, dpi=COMPACT, metadata={"Date": None, "Creator": None, **marks})
+
+
+def _save_compact(fig: Figure, file: Path, marks: Mapping[str, str]) -> None:
     """A PNG of fewer dots and 256 colours: the most frequent ones, or, where a colour bar names colours,
     those that cover all."""
     buffer = io.BytesIO()
     fig.savefig(buffer, format="png", dpi=COMPACT)
     info = PngInfo()
-    for key, value in told.items():
+    for key, value in marks.items():
         info.add_text(key, value)
     bar = any(axes.get_label() == "<colorbar>" for axes in fig.axes)
     method = Image.Quantize.MAXCOVERAGE if bar else Image.Quantize.MEDIANCUT

@@ -9,10 +9,11 @@ import pandas as pd
 
 from ..contract.metrics import Metric, describe
 from ..errors import BadInput
-from ..stats.panels import SETTING, describe_setting, seeds_text, short
+from ..stats.panels import SETTING, describe_setting, join_seeds, shorten
 from ..stats.significance import ALPHA
 from ..store.frame import metrics_of
-from .table import FORMATS, grid, heading, json_lines, number
+from .table import FORMATS, grid, heading, json_lines
+from .words import number, probability, sample_count, signed
 
 NAMES = {"mcnemar": "exact McNemar test", "flip": "permutation test (random signs)"}
 
@@ -34,7 +35,7 @@ def render_comparison(frame: pd.DataFrame, fmt: str = "text") -> str:
         setting: dict[str, Any] = {name: panel[name].iloc[0] for name in SETTING}
         seeds = {int(seed) for text in panel["seeds"] for seed in text.split(",") if seed}
         parts.append(
-            heading(f"{setting['task']}: {describe_setting(setting | {'seeds': seeds_text(seeds)})}", fmt)
+            heading(f"{setting['task']}: {describe_setting(setting | {'seeds': join_seeds(seeds)})}", fmt)
         )
         for _, lines in panel.groupby("metric", sort=False):
             parts += [_block(lines, fmt), "\n".join(f"* {note}" for note in _notes(lines))]
@@ -43,16 +44,14 @@ def render_comparison(frame: pd.DataFrame, fmt: str = "text") -> str:
 
 def _block(lines: pd.DataFrame, fmt: str) -> str:
     first = lines.iloc[0]
-    metric = describe(first["metric"], metrics_of(lines))
-    counts = sorted(set(lines["n"]))
-    n = f"n = {counts[0]}" if len(counts) == 1 else f"n = {counts[0]} to {counts[-1]}"
-    title = f"{first['task']}: {metric.label}, minus {short(first['baseline'])}, {n}"
+    metric, n = describe(first["metric"], metrics_of(lines)), sample_count(lines["n"])
+    title = f"{first['task']}: {metric.label}, minus {shorten(first['baseline'])}, n = {n}"
     moved = lines[lines["win"] + lines["loss"] > 0]
     header = [
         "policy",
         "budget",
         "mean",
-        short(first["baseline"]),
+        shorten(first["baseline"]),
         "difference",
         "win/tie/loss",
         "p",
@@ -66,7 +65,7 @@ def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
     interval = f"[{signed(line['lo'], metric)},{signed(line['hi'], metric)}]" if line["n"] > 1 else ""
     marks = " (beats full)" if line["beats_full"] else ""
     return [
-        short(line["policy"]) + marks,
+        shorten(line["policy"]) + marks,
         str(line["budget"]),
         number(line["mean"], metric),
         number(line["baseline_mean"], metric),
@@ -78,18 +77,9 @@ def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
     ]
 
 
-def signed(value: float, metric: Metric) -> str:
-    """A difference in the precision of its metric, with its sign."""
-    return ("+" if value > 0 else "") + number(value, metric)
-
-
-def probability(p: float) -> str:
-    return "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
-
-
 def _notes(lines: pd.DataFrame) -> list[str]:
     """What the numbers mean, then what to distrust."""
-    baseline, count = short(lines["baseline"].iloc[0]), len(lines)
+    baseline, count = shorten(lines["baseline"].iloc[0]), len(lines)
     tests = " or ".join(NAMES[name] for name in dict.fromkeys(lines["test"]))
     notes = [
         f"difference: policy minus {baseline} on the same samples, with its 95% bootstrap interval; a win is "
@@ -111,7 +101,7 @@ def _notes(lines: pd.DataFrame) -> list[str]:
 def _listed(lines: pd.DataFrame) -> str:
     """ "knorm, tova at 64; tova at 128"."""
     parts = lines.groupby("budget", sort=False)
-    return "; ".join(f"{', '.join(map(short, part['policy']))} at {budget}" for budget, part in parts)
+    return "; ".join(f"{', '.join(map(shorten, part['policy']))} at {budget}" for budget, part in parts)
 
 
 def _suspects(lines: pd.DataFrame) -> list[str]:

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ..contract.cell import FULL
+from .words import join
 
 
 def footnotes(lines: pd.DataFrame) -> list[str]:
@@ -19,10 +20,6 @@ def footnotes(lines: pd.DataFrame) -> list[str]:
         notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
     notes += _majority(lines) + _pinned(lines) + _missing(lines) + _layers(lines)
     return notes
-
-
-def joined(words: Iterable[object]) -> str:
-    return ", ".join(map(str, words))
 
 
 def only_pins(lines: pd.DataFrame) -> pd.Series:
@@ -86,4 +83,4 @@ def _layers(lines: pd.DataFrame) -> list[str]:
 
 
 def _budgets(budgets: Iterable[Any]) -> str:
-    return joined(sorted({int(budget) for budget in budgets if not pd.isna(budget)})) or "no budget"
+    return join(sorted({int(budget) for budget in budgets if not pd.isna(budget)})) or "no budget"

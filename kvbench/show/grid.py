@@ -8,10 +8,11 @@ from __future__ import annotations
 import math
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pandas as pd
 from matplotlib.artist import Artist
 from matplotlib.figure import Figure
@@ -19,27 +20,42 @@ from matplotlib.figure import Figure
 from ..contract.cell import FULL
 from ..contract.metrics import describe
 from ..errors import BadInput, StoreError, UnknownName
-from ..stats.aggregate import aggregate, available, check_names
-from ..stats.panels import SETTING, main_metric, panels
+from ..stats.aggregate import check_names, list_metrics
+from ..stats.panels import RULE_COLUMNS
 from ..store.files import file_name
 from ..store.frame import metrics_of
 from ..store.results import read_rows
-from .canvas import FONT, RC, WIDTH, counted, heading, save
-from .curves import BUDGET, curve_keys, draw_curves
+from .canvas import FONT, WIDTH, add_axes, add_heading, new_figure, save
+from .chart import BUDGET, Chart, chart_of
+from .curves import draw_chart, legend_keys
 from .figures import RUNS, Request, inputs, reference_folders
-from .plot import looks_of, sections
-from .style import Style
+from .panel import Panel, Sections, build_panels, read_sections
+from .words import sample_count
 
 HINT = "name folders that kvbench run wrote; without any, those in results/reference are drawn"
 COLUMNS = 2  # panels beside each other: more would be too small to read on half a page
 WRAP = 38  # characters of a panel's title in a line
 WORDS = {"schedule": "{}", "question": "question {}", "pins_mode": "pins {}", "template": "template {}"}
 
-CELL = [*SETTING[1:], "spec", "weights", "budget", "pins"]  # what is pooled over tasks, and nothing else
+POOLED = [*RULE_COLUMNS, "spec", "weights", "budget", "pins"]  # what is pooled over tasks, and nothing else
 SHOWN = ["task", "policy", "budget", "metric", "mean", "lo", "hi", "n", "model", "schedule", "chunk", "pins",
          "question"]  # fmt: skip
 
-Panel = tuple[dict[str, Any], pd.DataFrame]  # what it shows; aggregated lines of one metric
+
+@dataclass(frozen=True)
+class Tile:
+    """One chart of the grid, and what it is of."""
+
+    panel: Panel
+    metric: str
+
+    @property
+    def lines(self) -> pd.DataFrame:
+        return self.panel.of(self.metric)
+
+    @cached_property
+    def chart(self) -> Chart:
+        return chart_of(self.lines, self.panel.looks)
 
 
 def budget_curves(asked: Request) -> list[Path]:
@@ -57,24 +73,27 @@ def _draw(asked: Request, name: str, policies: Sequence[str] | None) -> list[Pat
     """policies: which curves; empty for all; None for those that learned."""
     paths = [Path(path) for path in inputs(asked, name, RUNS, reference_folders(), HINT)]
     rows = read_rows(paths)
-    check_names(asked.metrics, available(rows))
-    tasks, declared = sections(paths)
-    chosen = _learned(rows, declared) if policies is None else _named(rows, policies)
-    rows, tasks = apart(rows[rows["spec"].isin({FULL, *chosen})], tasks)
-    if not asked.each:
-        rows, tasks = pooled(rows, tasks)
-    found: list[Panel] = []
-    for setting, lines in panels(aggregate(rows, asked.metrics or None)):
-        for metric in asked.metrics or [main_metric(lines, setting["task"], tasks)]:
-            part = lines[(lines["metric"] == metric) & (lines["n"] > 0)]
-            if (part["policy"] != FULL).any():
-                found.append((setting, part))
-    if not found:
+    check_names(asked.metrics, list_metrics(rows))
+    sections = read_sections(paths)
+    chosen = _learned(rows, sections.looks) if policies is None else _named(rows, policies)
+    tiles = find_tiles(rows[rows["spec"].isin({FULL, *chosen})], sections, asked.metrics, asked.each)
+    if not tiles:
         raise StoreError(f"no usable rows in {paths[0]}: `kvbench table` shows what was skipped or failed")
-    looks = looks_of([lines for _, lines in found], declared)
-    shown = pd.concat([lines for _, lines in found])[SHOWN]
+    shown = pd.concat([tile.lines for tile in tiles])[SHOWN]
     parts = [name, *asked.metrics, *(["each"] if asked.each else [])]
-    return save(grid(found, looks), asked.out, file_name("-".join(parts)), shown, compact=True)
+    return save(draw_grid(tiles), asked.out, file_name("-".join(parts)), shown, compact=True)
+
+
+def find_tiles(
+    rows: pd.DataFrame, sections: Sections, metrics: Sequence[str] = (), each: bool = False
+) -> list[Tile]:
+    """What there is to draw. metrics: of every task; none: its main one. each: subtasks are not pooled."""
+    rows, tasks = separate_runs(rows, sections.tasks)
+    if not each:
+        rows, tasks = pool_subtasks(rows, tasks)
+    panels, _ = build_panels(rows, Sections(tasks, sections.looks), metrics or None)
+    tiles = [Tile(panel, metric) for panel in panels for metric in metrics or [panel.main]]
+    return [tile for tile in tiles if (tile.lines["policy"] != FULL).any()]
 
 
 def _learned(rows: pd.DataFrame, declared: Mapping[str, Mapping[str, Any]]) -> set[str]:
@@ -93,7 +112,7 @@ def _named(rows: pd.DataFrame, policies: Sequence[str]) -> set[str]:
     return set(policies) or known
 
 
-def apart(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, dict[str, Any]]:
+def separate_runs(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Runs of one task that share no sample measured other things: each gets a task, named by its folder.
 
     tasks: {task: {"metric": name}}. Returns the rows, and tasks with the new names.
@@ -108,7 +127,7 @@ def apart(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, d
     return rows.assign(task_spec=names), entries
 
 
-def pooled(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, dict[str, Any]]:
+def pool_subtasks(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, dict[str, Any]]:
     """Tasks "GROUP/NAME" of one group as one task, where their main metric is one that can be averaged.
 
     tasks: {task: {"metric": name}}. Perplexities of different texts are not averaged. Returns the rows, and
@@ -131,7 +150,7 @@ def pooled(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, 
             renamed |= dict.fromkeys(members, name)
     named = rows["task_spec"].map(renamed)
     inside = named.notna()
-    cells = [str(cell) for cell in rows[[column for column in CELL if column in rows]].to_numpy().tolist()]
+    cells = [str(cell) for cell in rows[[column for column in POOLED if column in rows]].to_numpy().tolist()]
     rows = rows.assign(
         task_spec=named.where(inside, rows["task_spec"]),
         sample=(rows["task_spec"] + "|" + rows["sample"]).where(inside, rows["sample"]),
@@ -140,61 +159,61 @@ def pooled(rows: pd.DataFrame, tasks: Mapping[str, Any]) -> tuple[pd.DataFrame, 
     return rows, entries
 
 
-def grid(found: Sequence[Panel], looks: Mapping[str, Style]) -> Figure:
-    """Panels in reading order, the legend below them."""
-    columns = min(COLUMNS, len(found))
-    rows = math.ceil(len(found) / columns)
-    common = _common([setting for setting, _ in found])
-    with matplotlib.rc_context(RC):
-        curves: dict[str, Artist] = {}  # by label: the same in every panel
-        keys: dict[str, Artist] = {}
-        fig = Figure(layout="constrained")
-        cells = fig.subplots(rows, columns, squeeze=False).flatten()
-        for axes, (setting, lines) in zip(cells, found, strict=False):
-            draw_curves(axes, lines, looks, terse=True)
-            axes.set_title(_panel_title(setting, lines, common), fontsize=FONT - 2, loc="left")
-            axes.set_ylabel(str(axes.get_ylabel()).replace(" (", "\n(", 1), fontsize=FONT - 1)
-            axes.set_xlabel(textwrap.fill(BUDGET, 30), fontsize=FONT - 1)
-            drawn, labels = axes.get_legend_handles_labels()
-            curves |= dict(zip(labels, drawn, strict=True))
-            keys |= {str(key.get_label()): key for key in curve_keys(lines[lines["policy"] != FULL], looks)}
-        for index, axes in enumerate(cells):
-            if index >= len(found):
-                axes.remove()
-            elif index + columns < len(found):  # one below says it
-                axes.set_xlabel("")
-        heading(fig, _title(found, common))
-        handles = [*curves.values(), *keys.values()]
-        fig.legend(
-            handles=handles, loc="outside lower center", ncols=3, frameon=False,
-            fontsize=FONT - 2, handlelength=2.6,
-        )  # fmt: skip
-        fig.set_size_inches(WIDTH, 1.1 + 2.75 * rows + 0.22 * math.ceil(len(handles) / 3))
+def draw_grid(tiles: Sequence[Tile]) -> Figure:
+    """Charts in reading order, the legend below them."""
+    columns = min(COLUMNS, len(tiles))
+    rows = math.ceil(len(tiles) / columns)
+    common = _common([tile.panel.setting for tile in tiles])
+    curves: dict[str, Artist] = {}  # by label: the same in every chart
+    keys: dict[str, Artist] = {}
+    fig = new_figure(WIDTH, 1.1 + 2.75 * rows)
+    cells = add_axes(fig, rows, columns).flatten()
+    for axes, tile in zip(cells, tiles, strict=False):
+        draw_chart(axes, tile.chart, terse=True)
+        axes.set_title(_tile_title(tile, common), fontsize=FONT - 2, loc="left")
+        axes.set_ylabel(str(axes.get_ylabel()).replace(" (", "\n(", 1), fontsize=FONT - 1)
+        axes.set_xlabel(textwrap.fill(BUDGET, 30), fontsize=FONT - 1)
+        drawn, labels = axes.get_legend_handles_labels()
+        curves |= dict(zip(labels, drawn, strict=True))
+        keys |= {str(key.get_label()): key for key in legend_keys(tile.chart)}
+    for index, axes in enumerate(cells):
+        if index >= len(tiles):
+            axes.remove()
+        elif index + columns < len(tiles):  # one below says it
+            axes.set_xlabel("")
+    add_heading(fig, _heading(common))
+    handles = [*curves.values(), *keys.values()]
+    fig.legend(
+        handles=handles, loc="outside lower center", ncols=3, frameon=False,
+        fontsize=FONT - 2, handlelength=2.6,
+    )  # fmt: skip
+    fig.set_size_inches(WIDTH, 1.1 + 2.75 * rows + 0.22 * math.ceil(len(handles) / 3))
     return fig
 
 
 def _common(settings: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all panels share."""
+    """What all charts share."""
     first = settings[0]
     return {name: value for name, value in first.items() if len({str(one[name]) for one in settings}) == 1}
 
 
 def _rules(setting: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    told = [WORDS[name].format(setting[name]) for name in WORDS if name in names]
+    words = [WORDS[name].format(setting[name]) for name in WORDS if name in names]
     if "chunk" in names and not pd.isna(setting["chunk"]):
-        told.append(f"chunks of {setting['chunk']} tokens")
-    return told + ([str(setting["model"])] if "model" in names else [])
+        words.append(f"chunks of {setting['chunk']} tokens")
+    return words + ([str(setting["model"])] if "model" in names else [])
 
 
-def _panel_title(setting: Mapping[str, Any], lines: pd.DataFrame, common: Mapping[str, Any]) -> str:
-    """The task, its samples, and the rules that other panels do not share."""
+def _tile_title(tile: Tile, common: Mapping[str, Any]) -> str:
+    """The task, its samples, and the rules that other charts do not share."""
+    setting, lines = tile.panel.setting, tile.lines
     own = [name for name in setting if name not in common]
     pairs = lines["context_tokens"].mean()
     size = [f"≈{pairs:.0f} tokens"] if math.isfinite(pairs) else []
-    rest = ", ".join([counted([int(n) for n in lines["n"]]), *size, *_rules(setting, own)])
+    rest = ", ".join([f"n = {sample_count(lines['n'])}", *size, *_rules(setting, own)])
     return "\n".join([*textwrap.wrap(str(setting["task"]), WRAP), *textwrap.wrap(rest, WRAP)])
 
 
-def _title(found: Sequence[Panel], common: Mapping[str, Any]) -> list[str]:
+def _heading(common: Mapping[str, Any]) -> list[str]:
     model = [str(common["model"])] if "model" in common else []
     return [", ".join([*model, *_rules(common, [name for name in common if name != "model"])])]

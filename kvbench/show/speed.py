@@ -9,20 +9,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pandas as pd
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
 
 from ..contract.cell import FULL
 from ..errors import BadInput
-from ..stats.panels import short
+from ..stats.panels import shorten
 from ..store.manifest import read_manifest
 from ..store.results import read_rows
-from .canvas import FONT, GRID, RC, WIDTH, heading, save
+from .canvas import FONT, GRID, WIDTH, add_axes, add_heading, new_figure, save
+from .curves import mark_values
 from .figures import SPEED, Request, inputs
-from .style import Style, styles
+from .style import Style, assign_styles
 from .table import text_table
+from .words import sample_count
 
 GIGA = 1e9
 
@@ -54,9 +54,8 @@ def tables(rows: pd.DataFrame) -> str:
 def title(rows: pd.DataFrame, fixed: Mapping[str, Any]) -> str:
     """What was measured, on what, and how often."""
     budgets = ", ".join(str(int(budget)) for budget in sorted(rows["budget"].dropna().unique()))
-    counts = sorted({int(n) for n in rows.groupby(["spec", "context_tokens"]).size()})
-    times = f"{counts[0]}" if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
-    spread = "" if counts[-1] == 1 else ": median [least,most]"
+    times = sample_count(rows.groupby(["spec", "context_tokens"]).size())
+    spread = "" if times == "1" else ": median [least,most]"
     threads = f", threads: {fixed['threads']}" if fixed["device"] == "cpu" else ""
     where = f"{fixed['dtype']} on {fixed['hardware']}{threads}"
     return f"{fixed['model']}, {where}, budget {budgets}, {times} pass{'es' * (times != '1')}{spread}"
@@ -84,7 +83,7 @@ def _prefill_line(length: int, part: pd.DataFrame) -> list[str]:
 def _policy_line(length: int, spec: str, part: pd.DataFrame) -> list[str]:
     score = part["time:score_s"]
     return [
-        short(spec),
+        shorten(spec),
         str(length),
         _spread(score, _seconds),
         f"{(score / part['evicted_layers'].astype(float)).median() * 1000:.2f}",
@@ -126,37 +125,34 @@ def wall_clock(asked: Request) -> list[Path]:
     rows, manifest = read_rows(paths), read_manifest(paths[0])
     if "time:prefill_s" not in rows or set(rows["task"]) != {"speed"}:
         raise BadInput(f"{paths[0]} holds no rows of kvbench speed: {hint}")
-    fig = figure(rows, title(rows, manifest["fixed"]), manifest.get("style", {}))
+    fig = draw_figure(rows, title(rows, manifest["fixed"]), manifest.get("style", {}))
     return save(fig, asked.out, "wall-clock", _medians(rows), compact=True)
 
 
-def draw(rows: pd.DataFrame, told: str, declared: Mapping[str, Any], folder: Path) -> list[Path]:
+def draw(rows: pd.DataFrame, heading: str, declared: Mapping[str, Any], folder: Path) -> list[Path]:
     """The figure of a measurement, as PNG and SVG."""
-    return save(figure(rows, told, declared), folder, "speed")
+    return save(draw_figure(rows, heading, declared), folder, "speed")
 
 
-def figure(rows: pd.DataFrame, told: str, declared: Mapping[str, Any]) -> Figure:
+def draw_figure(rows: pd.DataFrame, heading: str, declared: Mapping[str, Any]) -> Figure:
     """Seconds of the prefill and of every policy's scores against the context length."""
     ok = rows[rows["status"] == "ok"]
-    looks = styles(dict.fromkeys(ok["spec"]), declared)
-    with matplotlib.rc_context(RC):
-        fig = Figure(figsize=(WIDTH, 4.4), layout="constrained")
-        axes = fig.subplots()
-        _curve(axes, ok[ok["spec"] == FULL], "time:prefill_s", looks[FULL], "prefill")
-        for spec, part in ok[ok["spec"] != FULL].groupby("spec", sort=False):
-            _curve(axes, part, "time:score_s", looks[str(spec)], f"score: {short(str(spec))}")
-        lengths = sorted({float(length) for length in ok["context_tokens"]})
-        axes.set_xscale("log", base=2)
-        axes.set_yscale("log")
-        axes.xaxis.set_major_locator(FixedLocator(lengths))
-        axes.xaxis.set_major_formatter(FixedFormatter([f"{length:.0f}" for length in lengths]))
-        axes.xaxis.set_minor_locator(NullLocator())
-        axes.set_xlabel("context (tokens)")
-        axes.set_ylabel("seconds, all layers")
-        axes.grid(axis="y", **GRID)
-        axes.set_axisbelow(True)
-        heading(fig, [told])
-        fig.legend(loc="outside right center", frameon=False, fontsize=FONT - 2, handlelength=2.6)
+    looks = assign_styles(dict.fromkeys(ok["spec"]), declared)
+    fig = new_figure(WIDTH, 4.4)
+    axes = add_axes(fig)[0, 0]
+    _curve(axes, ok[ok["spec"] == FULL], "time:prefill_s", looks[FULL], "prefill")
+    for spec, part in ok[ok["spec"] != FULL].groupby("spec", sort=False):
+        _curve(axes, part, "time:score_s", looks[str(spec)], f"score: {shorten(str(spec))}")
+    lengths = sorted({float(length) for length in ok["context_tokens"]})
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    mark_values(axes.xaxis, lengths, [f"{length:.0f}" for length in lengths])
+    axes.set_xlabel("context (tokens)")
+    axes.set_ylabel("seconds, all layers")
+    axes.grid(axis="y", **GRID)
+    axes.set_axisbelow(True)
+    add_heading(fig, [heading])
+    fig.legend(loc="outside right center", frameon=False, fontsize=FONT - 2, handlelength=2.6)
     return fig
 
 
@@ -167,7 +163,7 @@ def _medians(rows: pd.DataFrame) -> pd.DataFrame:
         for spec, part in same.groupby("spec", sort=False):
             stage = "prefill" if spec == FULL else "score"
             seconds = part[f"time:{stage}_s"]
-            shown = {"policy": short(str(spec)), "context_tokens": length, "stage": stage}
+            shown = {"policy": shorten(str(spec)), "context_tokens": length, "stage": stage}
             numbers = {"median_s": seconds.median(), "least_s": seconds.min(), "most_s": seconds.max()}
             lines.append({**shown, **numbers, "n": len(part), "layers": int(part["layers"].iloc[0])})
     return pd.DataFrame(lines)

@@ -17,6 +17,7 @@ PALETTE = (
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">", "p", "h", "*")
 GREY = "#808080"
 LOWER, UPPER = ":", "-."  # line styles of the brackets
+BOUND_MARKERS = {UPPER: "+", LOWER: "x"}  # where a bracket is a single point
 NEAR = 0.15  # two colours closer than this (distance in the RGB cube) count as one
 
 
@@ -31,7 +32,7 @@ class Style:
     bracket: bool = False
 
 
-def styles(specs: Iterable[str], declared: Mapping[str, Mapping[str, Any]]) -> dict[str, Style]:
+def assign_styles(specs: Iterable[str], declared: Mapping[str, Mapping[str, Any]]) -> dict[str, Style]:
     """A style for each policy spec.
 
     declared: the manifest's section, {spec: {"color", "dashed", "bracket"}}. Attention-based

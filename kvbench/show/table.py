@@ -17,9 +17,10 @@ from rich.table import Table
 from ..contract.cell import FULL
 from ..contract.metrics import METRICS, Metric, describe
 from ..errors import BadInput
-from ..stats.panels import describe_setting, main_metric, panels, short
+from ..stats.panels import describe_setting, main_metric, shorten, split_panels
 from ..store.frame import metrics_of
-from .footnotes import footnotes, joined
+from .footnotes import footnotes
+from .words import join, number
 
 FORMATS = ("text", "md", "csv", "json")
 WIDTH = 140  # columns, where there is no terminal
@@ -43,13 +44,13 @@ def render(frame: pd.DataFrame, fmt: str = "text", tasks: Tasks | None = None) -
     if fmt not in FORMATS:
         raise BadInput(f"--format '{fmt}': choose one of {', '.join(FORMATS)}")
     parts: list[str] = []
-    for setting, lines in panels(frame):
+    for setting, lines in split_panels(frame):
         shown, hidden = _blocks(lines, main_metric(lines, setting["task"], tasks))
         parts.append(heading(f"{setting['task']}: {describe_setting(setting)}", fmt))
         parts += [_block(lines[lines["metric"] == name], name, fmt) for name in shown]
         notes = footnotes(lines)
         if hidden:
-            notes.append(f"Measured too, and in the csv and json formats: {joined(hidden)}.")
+            notes.append(f"Measured too, and in the csv and json formats: {join(hidden)}.")
         parts.append("\n".join(f"* {note}" for note in notes))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -154,7 +155,7 @@ def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]
             for line in mine.to_dict("records")
         }
         rows.append(
-            [short(label), *([cells.get(None, "")] if full else []), *(cells.get(b, "") for b in budgets)]
+            [shorten(label), *([cells.get(None, "")] if full else []), *(cells.get(b, "") for b in budgets)]
         )
     return header, rows
 
@@ -166,23 +167,6 @@ def _cell(line: Mapping[Any, Any], metric: Metric, most: int) -> str:
     if math.isfinite(line["lo"]):
         text += f" [{number(line['lo'], metric)},{number(line['hi'], metric)}]"
     return text if line["n"] == most else f"{text} n={line['n']}"
-
-
-def number(value: float, metric: Metric) -> str:
-    """A value in the precision that suits its unit."""
-    unit = metric.unit
-    if not math.isfinite(value):
-        return str(value)
-    if unit == "bytes":
-        return f"{value / 2**20:.2f}MiB"
-    if unit in ("FLOP", "FLOP/s"):
-        return f"{value / 1e9:.3g}G"
-    if unit == "pairs":
-        return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
-    if unit == "0..1":
-        return f"{value:.2f}"
-    digits = 3 if abs(value) < 1 else 2 if abs(value) < 10 else 1
-    return f"{value:.{digits}f}"
 
 
 def _markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -17,13 +16,14 @@ from ..contract.cell import FULL
 from ..contract.metrics import describe
 from ..errors import BadInput, StoreError
 from ..stats.aggregate import aggregate
-from ..stats.panels import RULES, SETTING, matches, short
+from ..stats.panels import RULES, SETTING, matches, shorten
 from ..store.files import file_name
 from ..store.frame import metrics_of
 from ..store.results import read_rows
-from .canvas import FONT, GRID, RC, counted, heading, save
-from .plot import home, looks_of, sections
+from .canvas import FONT, GRID, add_axes, add_heading, new_figure, save
+from .panel import looks_of, read_sections, run_folder
 from .style import GREY, Style
+from .words import sample_count
 
 
 def versus(
@@ -40,9 +40,8 @@ def versus(
     several = [Path(path) for path in paths]
     lines = aggregate(read_rows(several), list(metrics) or None)
     lines = lines[lines["n"] > 0].assign(label=lines["policy"], rule=_rules(lines, field))
-    _, declared = sections(several)
-    looks = looks_of([lines], declared)
-    base = Path(out) if out is not None else home(several[0]) / "figures"
+    looks = looks_of([lines], read_sections(several).looks)
+    base = Path(out) if out is not None else run_folder(several[0]) / "figures"
     files: list[Path] = []
     for setting, part in _pairs(lines, field):
         for metric, found in part.groupby("metric", sort=False):
@@ -51,7 +50,7 @@ def versus(
                 full = found[found["policy"] == FULL].drop_duplicates("mean")
                 shown = pd.concat([both, full])
                 name = file_name(f"{setting['task']}-{metric}-{field}")
-                files += save(figure(shown, setting, looks), base, name, shown)
+                files += save(draw_figure(shown, setting, looks), base, name, shown)
     if not files:
         raise StoreError(
             f"--versus {field}: no task has rows under two values of it and everything else equal; run it "
@@ -64,8 +63,8 @@ def _rules(lines: pd.DataFrame, field: str) -> list[str]:
     """The value of the rule, in words."""
     words = []
     for values in lines[list(RULES[field])].to_numpy():
-        told = str(values[0])
-        words.append(f"{told}, {values[1]} tokens" if len(values) > 1 and not pd.isna(values[1]) else told)
+        sized = len(values) > 1 and not pd.isna(values[1])
+        words.append(f"{values[0]}, {values[1]} tokens" if sized else str(values[0]))
     return words
 
 
@@ -87,35 +86,32 @@ def _in_both(lines: pd.DataFrame) -> pd.DataFrame:
     return lines[count == lines["rule"].nunique()]
 
 
-def figure(lines: pd.DataFrame, setting: Mapping[str, Any], looks: Mapping[str, Style]) -> Figure:
+def draw_figure(lines: pd.DataFrame, setting: Mapping[str, Any], looks: Mapping[str, Style]) -> Figure:
     """One metric: a column per budget, a line per policy, a marker per value of the rule."""
     rest = lines[lines["policy"] != FULL]
     policies = list(dict.fromkeys(rest["policy"]))
     budgets = sorted({int(budget) for budget in rest["budget"]})
     rules = sorted(set(rest["rule"]), key=lambda rule: (rule.startswith("chunked"), rule))
     metric = describe(str(lines["metric"].iloc[0]), metrics_of(lines))
-    with matplotlib.rc_context(RC):
-        size = (3.0 + 2.6 * len(budgets), 1.9 + 0.34 * len(policies))
-        fig = Figure(figsize=size, layout="constrained")
-        columns = fig.subplots(1, len(budgets), squeeze=False, sharey=True)[0]
-        for axes, budget in zip(columns, budgets, strict=True):
-            _draw(axes, rest[rest["budget"] == budget], policies, rules, looks)
-            for mean in lines[lines["policy"] == FULL]["mean"]:
-                axes.axvline(mean, color="black", linewidth=1.2, zorder=1)
-            axes.set_title(f"budget {budget}", fontsize=FONT - 1)
-            axes.set_xlabel(metric.label)
-            axes.grid(axis="x", **GRID)
-        columns[0].set_yticks(range(len(policies)), [textwrap.fill(short(name), 24) for name in policies])
-        columns[0].invert_yaxis()
-        heading(fig, _title(rest, setting), 70)
-        handles = [
-            Line2D(
-                [], [], linestyle="", marker="o", color=GREY, markerfacecolor=_fill(index, GREY), label=rule
-            )
-            for index, rule in enumerate(rules)
-        ]
-        handles.append(Line2D([], [], color="black", linewidth=1.2, label="full cache"))
-        fig.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT - 2)
+    fig = new_figure(3.0 + 2.6 * len(budgets), 1.9 + 0.34 * len(policies))
+    columns = add_axes(fig, 1, len(budgets), sharey=True)[0]
+    for axes, budget in zip(columns, budgets, strict=True):
+        _draw(axes, rest[rest["budget"] == budget], policies, rules, looks)
+        for mean in lines[lines["policy"] == FULL]["mean"]:
+            axes.axvline(mean, color="black", linewidth=1.2, zorder=1)
+        axes.set_title(f"budget {budget}", fontsize=FONT - 1)
+        axes.set_xlabel(metric.label)
+        axes.grid(axis="x", **GRID)
+    columns[0].set_yticks(range(len(policies)), [textwrap.fill(shorten(name), 24) for name in policies])
+    columns[0].invert_yaxis()
+    add_heading(fig, _heading(rest, setting), 70)
+    dot: dict[str, Any] = {"linestyle": "", "marker": "o", "color": GREY}
+    handles = [
+        Line2D([], [], markerfacecolor=_fill(index, GREY), label=rule, **dot)
+        for index, rule in enumerate(rules)
+    ]
+    handles.append(Line2D([], [], color="black", linewidth=1.2, label="full cache"))
+    fig.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False, fontsize=FONT - 2)
     return fig
 
 
@@ -141,8 +137,8 @@ def _fill(index: int, color: str) -> str:
     return "white" if index == 0 else color
 
 
-def _title(rest: pd.DataFrame, setting: Mapping[str, Any]) -> list[str]:
-    n = counted([int(n) for n in rest["n"]])
+def _heading(rest: pd.DataFrame, setting: Mapping[str, Any]) -> list[str]:
     words = {"question": "question {}", "pins_mode": "pins {}", "schedule": "schedule {}"}
     equal = [words[name].format(setting[name]) for name in words if name in setting]
-    return [f"{setting['task']}, {setting['model']}, {n}", ", ".join(equal)]
+    n = sample_count(rest["n"])
+    return [f"{setting['task']}, {setting['model']}, n = {n}", ", ".join(equal)]

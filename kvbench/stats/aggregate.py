@@ -9,20 +9,23 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 import pandas as pd
+from numpy.typing import NDArray
 
 from ..contract.cell import FULL
 from ..contract.metrics import describe, in_order
 from ..errors import UnknownName
 from ..store.frame import metrics_of
-from .bootstrap import Floats, Measured, intervals, measured
-from .panels import SETTING, seeds_text
+from .bootstrap import Estimate, Floats, bootstrap_intervals, pool_rows
+from .panels import LINE_NAMES, ROW_SETTING, SETTING, join_seeds
 
 HELPERS = {"nll_tokens"}  # weights, not results
 LABELS = ("majority_rate", "label_share")
+CELL = (*ROW_SETTING, "spec", "budget", "pins", "family")  # rows that agree in these make one line
 COLUMNS = [
     "task", "policy", "budget", "metric", "unit", "mean", "lo", "hi", "n", "model", "schedule", "chunk",
     "pins", "pins_mode", "question", "template", "seeds", "kept", "context_tokens", "evicted_layers",
@@ -30,8 +33,10 @@ COLUMNS = [
     "run", "config", "family",
 ]  # fmt: skip
 
+Indices = NDArray[np.intp]
 
-def available(rows: pd.DataFrame) -> list[str]:
+
+def list_metrics(rows: pd.DataFrame) -> list[str]:
     """Metrics that these rows have, in the order of the metric table, a task's own ones last."""
     measured = [name for name in rows.columns if name.startswith(("metric:", "time:"))]
     names = {name.split(":", 1)[1] for name in measured if rows[name].notna().any()} | {"kept"}
@@ -45,8 +50,9 @@ def available(rows: pd.DataFrame) -> list[str]:
 def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.DataFrame:
     """Means over samples with 95% bootstrap intervals.
 
-    metrics: which ones, None for all that the rows have. Returns COLUMNS, where task and policy are
-    specs. budget and chunk are Int64 with NA (no budget: the full cache). n counts the different
+    metrics: which ones, None for all that the rows have. Returns COLUMNS; a line names its policy and
+    its task by their specs (LINE_NAMES says which columns of rows these are). budget and chunk are Int64
+    with NA (no budget: the full cache). n counts the different
     samples behind the mean; seeds ("0,1,2") are pooled, and config is the first row's. kept and
     context_tokens are means; lo and hi are NaN for one sample. reasons: why rows were skipped or failed.
     detail: the label that majority_rate or label_share is about. majority: the majority rate of the
@@ -54,26 +60,26 @@ def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.Da
     A configuration without any usable row keeps one line per metric of its task, with n = 0.
     Raises: UnknownName for a metric that no row has.
     """
-    names = list(metrics) if metrics is not None else available(rows)
-    check_names(names, available(rows))
-    rows, stored = prepared(rows), metrics_of(rows)
-    of_task = {task: available(part) for task, part in rows.groupby("task", sort=False)}
+    names = list(metrics) if metrics is not None else list_metrics(rows)
+    check_names(names, list_metrics(rows))
+    cells = Cells(prepare_rows(rows))
+    stored = metrics_of(rows)
     lines: list[dict[str, Any]] = []
-    items: list[Measured] = []
-    for _, cell in rows.groupby([*SETTING, "policy", "budget", "pins", "family"], sort=False, dropna=False):
-        ok = cell[cell["status"] == "ok"]
-        common = _common(cell, ok)
+    items: list[Estimate] = []
+    for members in cells.members:
+        ok = members[cells.ok[members]]
+        common = cells.summarize(members, ok)
         for name in names:
-            item, detail = _measure(ok, name)
-            if item.samples or (ok.empty and name in of_task[common["task"]]):
-                numbers = {"metric": name, "unit": describe(name, stored).unit, "mean": item.estimate}
+            item, detail = cells.estimate(ok, name)
+            if item.samples or (not len(ok) and name in cells.task_metrics(common["task"])):
+                numbers = {"metric": name, "unit": describe(name, stored).unit, "mean": item.value}
                 lines.append({**common, **numbers, "n": len(item.samples), "detail": detail})
                 items.append(item)
-    for line, (low, high) in zip(lines, intervals(items), strict=True):
+    for line, (low, high) in zip(lines, bootstrap_intervals(items), strict=True):
         line.update(lo=low, hi=high)
         if line["metric"] == "majority_rate":  # a property of these samples, not an estimate
             line.update(lo=math.nan, hi=math.nan)
-    return _finished(lines, rows, names)
+    return _order_lines(lines, cells.rows, names)
 
 
 def check_names(names: Sequence[str], known: Sequence[str]) -> None:
@@ -83,65 +89,17 @@ def check_names(names: Sequence[str], known: Sequence[str]) -> None:
             raise UnknownName("metric", name, known, "These are the metrics in the results.")
 
 
-def prepared(rows: pd.DataFrame) -> pd.DataFrame:
-    """Rows by ascending sample id; `policy` and `task` become the full specs.
+def prepare_rows(rows: pd.DataFrame) -> pd.DataFrame:
+    """Rows by ascending sample id, each with the family that it is pooled in over seeds.
 
-    family: what is pooled over seeds. Rows of before there were families, and rows that share family,
-    seed and sample (of two data files), fall back to their configuration, which has one seed.
+    Rows of before there were families, and rows that share family, seed and sample (of two data
+    files), fall back to their configuration, which has one seed.
     """
     family = rows["family"].where(rows["family"].notna(), rows["config"])
     once = ["family", "pins_mode", "seed", "sample"]
     twice = rows.assign(family=family).duplicated(once, keep=False)
     family = family.where(~family.isin(set(family[twice])), rows["config"])
-    renamed = rows.assign(policy=rows["spec"], task=rows["task_spec"], run=rows.get("run", ""), family=family)
-    return renamed.sort_values("sample", kind="stable")
-
-
-def _common(cell: pd.DataFrame, ok: pd.DataFrame) -> dict[str, Any]:
-    """What all metrics of a cell share."""
-    first = cell.iloc[0]
-    status = Counter(cell["status"])
-    bad = cell[cell["status"] != "ok"]
-    reasons = Counter(
-        f"{state}: {reason or 'no reason given'}" for state, reason in bad[["status", "reason"]].values
-    )
-    line = {name: first[name] for name in [*SETTING, "policy", "budget", "pins", "run", "config", "family"]}
-    line["seeds"] = seeds_text(cell["seed"].dropna())
-    line |= {name: _mean(ok[name]) for name in ("kept", "context_tokens")}
-    line |= {name: ok[name].min() if len(ok) else pd.NA for name in ("evicted_layers", "layers")}
-    line |= {"n_skipped": status["skipped"], "n_failed": status["failed"]}
-    gold, line["majority_label"] = _measure(ok, "majority_rate")
-    line["majority"] = gold.estimate
-    line["reasons"] = "; ".join(f"{text} ({count})" for text, count in sorted(reasons.items()))
-    return line
-
-
-def _mean(column: pd.Series) -> float:
-    values = column.dropna().to_numpy(dtype=float)
-    return math.fsum(values) / len(values) if len(values) else math.nan
-
-
-def _measure(ok: pd.DataFrame, name: str) -> tuple[Measured, str]:
-    """A cell's values of one metric, and the label it is about (or "")."""
-    if name in LABELS:
-        source = "gold_label" if name == "majority_rate" else "label"
-        rows = ok[ok["gold_label"].notna() & ok[source].notna()]
-        counts = Counter(rows[source])
-        top = min(counts, key=lambda label: (-counts[label], label), default="")
-        return measured(rows["sample"], np.array([float(label == top) for label in rows[source]])), top
-    pooled = describe(name, metrics_of(ok)).combine == "ppl"
-    values = _values(ok, "nll" if pooled else name)
-    weights = _values(ok, "nll_tokens") if pooled else np.ones(len(ok))
-    keep = ~np.isnan(values) & (weights > 0)
-    samples = ok["sample"].to_numpy(dtype=object)[keep]
-    if pooled:
-        return measured(samples, (values * weights)[keep], weights[keep], log=True), ""
-    return measured(samples, values[keep]), ""
-
-
-def _values(ok: pd.DataFrame, name: str) -> Floats:
-    column = column_of(ok, name)
-    return ok[column].to_numpy(dtype=float) if column in ok else np.full(len(ok), np.nan)
+    return rows.assign(run=rows.get("run", ""), family=family).sort_values("sample", kind="stable")
 
 
 def column_of(rows: pd.DataFrame, name: str) -> str:
@@ -151,15 +109,110 @@ def column_of(rows: pd.DataFrame, name: str) -> str:
     return f"time:{name}" if f"time:{name}" in rows else f"metric:{name}"
 
 
-def _finished(lines: list[dict[str, Any]], rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+def group_indices(rows: pd.DataFrame, names: Sequence[str]) -> list[Indices]:
+    """Positions of the rows that agree in these columns, a missing value being one of its own; groups and
+    the positions in them in the order of the rows."""
+    codes = rows.groupby(list(names), sort=False, dropna=False).ngroup().to_numpy()
+    order = np.argsort(codes, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(codes[order])) + 1) if len(order) else []
+
+
+class Cells:
+    """Rows (see `prepare_rows`) in groups that become lines. Columns are arrays: a frame is slow to slice.
+
+    members: the positions of each cell's rows. ok: (row,) bool.
+    """
+
+    def __init__(self, rows: pd.DataFrame) -> None:
+        self.rows = rows
+        self.members = group_indices(rows, CELL)
+        self._stored = metrics_of(rows)
+        self.ok = (rows["status"] == "ok").to_numpy(dtype=bool)
+        self._columns: dict[str, NDArray[np.object_]] = {}
+        self._metrics: dict[str, Floats] = {}
+
+    def column(self, name: str) -> NDArray[np.object_]:
+        if name not in self._columns:
+            self._columns[name] = self.rows[name].to_numpy(dtype=object)
+        return self._columns[name]
+
+    def metric(self, name: str) -> Floats:
+        """(row,), NaN where a row lacks it."""
+        if name not in self._metrics:
+            column = column_of(self.rows, name)
+            there = column in self.rows
+            values = self.rows[column].to_numpy(dtype=float) if there else np.full(len(self.rows), np.nan)
+            self._metrics[name] = values
+        return self._metrics[name]
+
+    @cached_property
+    def _of_task(self) -> dict[str, list[str]]:
+        return {str(task): list_metrics(part) for task, part in self.rows.groupby("task_spec", sort=False)}
+
+    def task_metrics(self, task: str) -> list[str]:
+        """What any row of a task has."""
+        return self._of_task[task]
+
+    def summarize(self, members: Indices, ok: Indices) -> dict[str, Any]:
+        """What all lines of a cell share."""
+        status = Counter(self.column("status")[members])
+        bad = members[~self.ok[members]]
+        reasons = Counter(
+            f"{state}: {reason or 'no reason given'}"
+            for state, reason in zip(self.column("status")[bad], self.column("reason")[bad], strict=True)
+        )
+        first = members[0]
+        line = {LINE_NAMES.get(name, name): self.column(name)[first] for name in (*CELL, "run", "config")}
+        line["seeds"] = join_seeds(seed for seed in self.column("seed")[members] if not pd.isna(seed))
+        line |= {name: _mean(self.column(name)[ok]) for name in ("kept", "context_tokens")}
+        line |= {name: _least(self.column(name)[ok]) for name in ("evicted_layers", "layers")}
+        line |= {"n_skipped": status["skipped"], "n_failed": status["failed"]}
+        gold, line["majority_label"] = self.estimate(ok, "majority_rate")
+        line["majority"] = gold.value
+        line["reasons"] = "; ".join(f"{text} ({count})" for text, count in sorted(reasons.items()))
+        return line
+
+    def estimate(self, ok: Indices, name: str) -> tuple[Estimate, str]:
+        """A metric of these rows, and the label it is about (or "")."""
+        if name in LABELS:
+            return self._label_share(ok, "gold_label" if name == "majority_rate" else "label")
+        pooled = describe(name, self._stored).combine == "ppl"
+        values = self.metric("nll" if pooled else name)[ok]
+        weights = self.metric("nll_tokens")[ok] if pooled else np.ones(len(ok))
+        keep = ~np.isnan(values) & (weights > 0)
+        samples = self.column("sample")[ok[keep]]
+        if pooled:
+            return pool_rows(samples, (values * weights)[keep], weights[keep], log=True), ""
+        return pool_rows(samples, values[keep]), ""
+
+    def _label_share(self, ok: Indices, source: str) -> tuple[Estimate, str]:
+        """How often the most frequent label of a column is there, and that label."""
+        there = ~(pd.isna(self.column("gold_label")[ok]) | pd.isna(self.column(source)[ok]))
+        labels = self.column(source)[ok[there]]
+        counts = Counter(labels)
+        top = min(counts, key=lambda label: (-counts[label], label), default="")
+        values = np.array([float(label == top) for label in labels])
+        return pool_rows(self.column("sample")[ok[there]], values), top
+
+
+def _mean(values: NDArray[np.object_]) -> float:
+    there = [float(value) for value in values if not pd.isna(value)]
+    return math.fsum(there) / len(there) if there else math.nan
+
+
+def _least(values: NDArray[np.object_]) -> Any:
+    return min((value for value in values if not pd.isna(value)), default=pd.NA)
+
+
+def _order_lines(lines: list[dict[str, Any]], rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Types, and a stable order: tasks and policies as they first appear in the file, full first."""
     frame = pd.DataFrame(lines, columns=COLUMNS, dtype="object")
     real = ["mean", "lo", "hi", "kept", "context_tokens", "majority"]
     whole = ["budget", "chunk", "evicted_layers", "layers", "n", "n_skipped", "n_failed"]
     frame = frame.astype({**dict.fromkeys(real, "float64"), **dict.fromkeys(whole, "Int64")})
     inside = rows.sort_index()  # the file's order
-    policies = list(dict.fromkeys([FULL, *inside["policy"]]))
-    ranks = {"task": list(dict.fromkeys(inside["task"])), "policy": policies, "metric": list(names)}
+    policies = list(dict.fromkeys([FULL, *inside["spec"]]))
+    ranks = {"task": list(dict.fromkeys(inside["task_spec"])), "policy": policies, "metric": list(names)}
     keys = frame.assign(**{name: frame[name].map(order.index) for name, order in ranks.items()})
     order = keys.sort_values(["task", *SETTING[1:], "metric", "policy", "budget"], kind="stable").index
     ready = frame.loc[order].reset_index(drop=True)

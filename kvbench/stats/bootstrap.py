@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 RESAMPLES = 10_000
 LEVEL = (2.5, 97.5)  # percentiles
 DRAWS = 2_000_000  # indices drawn per block: bounds memory for large sets
-COLUMNS = 256
+BATCH = 256  # estimates per block, for the same reason
 
 Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One number to estimate: sum(values) / sum(weights), and its exponential where log is true.
+class Estimate:
+    """One number estimated from samples: sum(values) / sum(weights), and its exponential where log is true.
 
     samples: ids in ascending order, (n,). values: (n,) float64. weights: (n,), or None for ones.
     """
@@ -34,56 +34,65 @@ class Measured:
     log: bool = False
 
     @property
-    def estimate(self) -> float:
+    def value(self) -> float:
+        """NaN without samples."""
         if not self.samples:
             return math.nan
         total = float(len(self.samples)) if self.weights is None else math.fsum(self.weights)
         ratio = math.fsum(self.values) / total if total else math.nan
         return math.exp(ratio) if self.log and ratio < 709 else ratio if not self.log else math.inf
 
+    @property
+    def content(self) -> tuple[bytes, bytes, bool]:
+        """Equal for estimates that have equal intervals on equal samples."""
+        return self.values.tobytes(), b"" if self.weights is None else self.weights.tobytes(), self.log
 
-def measured(
+
+def pool_rows(
     samples: Iterable[str], values: Floats, weights: Floats | None = None, log: bool = False
-) -> Measured:
-    """A number from rows sorted by sample; several rows of one sample (seeds) are one unit of resampling.
+) -> Estimate:
+    """An estimate from rows sorted by sample; several rows of one sample (seeds) are one unit of resampling.
 
-    weights: None for ones. The estimate is that of all rows.
+    weights: None for ones. The value is that of all rows.
     """
     ids = np.array(list(samples), dtype=object)
     starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.empty(0, int)
     if len(starts) == len(ids):
-        return Measured(tuple(ids), values, weights, log)
+        return Estimate(tuple(ids), values, weights, log)
     counts = np.ones(len(ids)) if weights is None else weights
     sums, totals = (np.add.reduceat(column, starts) for column in (values, counts))
-    return Measured(tuple(ids[starts]), sums, totals, log)
+    return Estimate(tuple(ids[starts]), sums, totals, log)
 
 
-def intervals(items: Sequence[Measured]) -> list[tuple[float, float]]:
-    """(lo, hi) of each item; (nan, nan) where there are fewer than two samples or a value is not finite.
+def bootstrap_intervals(items: Sequence[Estimate]) -> list[tuple[float, float]]:
+    """(lo, hi) of each estimate; (nan, nan) for fewer than two samples, or a value that is not finite.
 
     The resamples depend on the sample ids alone: not on the order of rows, nor on which other
     cells are asked for, and all cells of a task are resampled alike.
     """
     bounds = [(math.nan, math.nan)] * len(items)
-    together: dict[tuple[str, ...], list[int]] = {}
+    together: dict[tuple[str, ...], dict[tuple[bytes, bytes, bool], list[int]]] = {}
     for index, item in enumerate(items):
         if len(item.samples) > 1 and np.isfinite(item.values).all():
-            together.setdefault(item.samples, []).append(index)
-    for samples, members in together.items():
-        for start in range(0, len(members), COLUMNS):
-            part = members[start : start + COLUMNS]
-            for index, pair in zip(part, _bounds(samples, [items[i] for i in part]), strict=True):
-                bounds[index] = pair
+            together.setdefault(item.samples, {}).setdefault(item.content, []).append(index)
+    for samples, alike in together.items():
+        groups = list(alike.values())
+        for start in range(0, len(groups), BATCH):
+            part = groups[start : start + BATCH]
+            pairs = _bounds(samples, [items[group[0]] for group in part])
+            for group, pair in zip(part, pairs, strict=True):
+                for index in group:
+                    bounds[index] = pair
     return bounds
 
 
-def _bounds(samples: tuple[str, ...], items: Sequence[Measured]) -> list[tuple[float, float]]:
-    """Intervals of items that share their samples."""
+def _bounds(samples: tuple[str, ...], items: Sequence[Estimate]) -> list[tuple[float, float]]:
+    """Intervals of estimates that share their samples."""
     n = len(samples)
     tops = _on_grid(np.stack([item.values for item in items], axis=1))
     weighted = [index for index, item in enumerate(items) if item.weights is not None]
     bottoms = np.stack([item.weights for item in items if item.weights is not None] or [np.ones(n)], axis=1)
-    ratios = np.empty((RESAMPLES, len(items)))
+    ratios = np.empty((len(items), RESAMPLES))
     seed = hashlib.sha256("\0".join(samples).encode("utf-8", "surrogatepass")).digest()
     rng = np.random.default_rng(int.from_bytes(seed[:8], "little"))
     block = max(1, DRAWS // n)
@@ -94,8 +103,8 @@ def _bounds(samples: tuple[str, ...], items: Sequence[Measured]) -> list[tuple[f
         part = counts @ tops
         divisor = np.full(part.shape, float(n))
         divisor[:, weighted] = (counts @ _on_grid(bottoms))[:, : len(weighted)]
-        ratios[start : start + size] = part / divisor
-    low, high = np.percentile(ratios, LEVEL, axis=0)
+        ratios[:, start : start + size] = (part / divisor).T
+    low, high = np.percentile(ratios, LEVEL, axis=1, overwrite_input=True)
     return [
         (float(np.exp(lo)), float(np.exp(hi))) if item.log else (float(lo), float(hi))
         for item, lo, hi in zip(items, low, high, strict=True)

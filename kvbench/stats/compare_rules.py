@@ -14,10 +14,10 @@ from ..contract.cell import FULL
 from ..contract.metrics import describe
 from ..errors import BadInput
 from ..store.frame import metrics_of
-from .aggregate import available, check_names, column_of, prepared
-from .bootstrap import Measured, intervals
-from .compare import COLUMNS, finished, is_binary, line_of, on_same_samples, per_sample, with_flags
-from .panels import RULES, SETTING, main_metric
+from .aggregate import check_names, list_metrics, prepare_rows
+from .compare import add_flags, per_sample
+from .pairs import COLUMNS, is_binary, match_samples, measure_pairs, order_lines, usable_rows
+from .panels import LINE_NAMES, ROW_SETTING, RULES, SETTING, main_metric
 
 USUAL = {"schedule": "prefill", "question": "withheld", "pins": "native"}  # what the others are compared with
 
@@ -35,40 +35,35 @@ def compare_rules(
     """
     if field not in RULES:
         raise BadInput(f"--versus '{field}': choose one of {', '.join(RULES)}")
-    names = [name for name in available(rows) if name != "ppl"]
+    names = [name for name in list_metrics(rows) if name != "ppl"]
     if metrics is not None:
         check_names(metrics, names)
     parts = []
     for task, own in rows.groupby("task_spec", sort=False):
-        there = available(own)
+        there = list_metrics(own)
         main = main_metric(pd.DataFrame({"metric": there}), str(task), tasks)
         asked = metrics or [per_sample(main, metrics_of(rows)), "kl"]
-        parts += [_paired(own, field, name) for name in dict.fromkeys(asked) if name in there]
+        parts += [_compare(own, field, name) for name in dict.fromkeys(asked) if name in there]
     found = [part for part in parts if len(part)]
     if not found:
         raise BadInput(
             f"--versus {field}: no policy has samples under '{USUAL[field]}' and under another value, with "
             "everything else equal; run it again with the other value, and name both folders"
         )
-    return with_flags(pd.concat(found, ignore_index=True), rows)[[*COLUMNS, *SETTING[1:]]]
+    return add_flags(pd.concat(found, ignore_index=True), rows)[[*COLUMNS, *SETTING[1:]]]
 
 
-def _paired(rows: pd.DataFrame, field: str, metric: str) -> pd.DataFrame:
-    rows = prepared(rows)
-    column = column_of(rows, metric)
-    usable = rows[(rows["status"] == "ok") & rows[column].notna()]
-    binary = is_binary(usable[column])
-    lines: list[dict[str, Any]] = []
-    items: list[Measured] = []
-    for setting, mine, usual in _sides(usable[usable["policy"] != FULL], field):
-        both = on_same_samples(mine, usual, column)
+def _compare(rows: pd.DataFrame, field: str, metric: str) -> pd.DataFrame:
+    rows = prepare_rows(rows)
+    usable = usable_rows(rows, metric)
+    lines, pairs = [], []
+    for setting, mine, usual in _sides(usable[usable["spec"] != FULL], field):
+        both = match_samples(mine, usual)
         if len(both):
-            line, item = line_of(both, describe(metric, metrics_of(rows)), binary)
-            lines.append({**setting, "baseline": f"{field} {USUAL[field]}", **line})
-            items.append(item)
-    for line, (low, high) in zip(lines, intervals(items), strict=True):
-        line.update(lo=low, hi=high)
-    return finished(lines, rows)
+            lines.append({**setting, "baseline": f"{field} {USUAL[field]}"})
+            pairs.append(both)
+    lines = measure_pairs(lines, pairs, describe(metric, metrics_of(rows)), is_binary(usable["value"]))
+    return order_lines(lines, rows)
 
 
 def _sides(
@@ -76,10 +71,12 @@ def _sides(
 ) -> Iterator[tuple[dict[str, Any], pd.DataFrame, pd.DataFrame]]:  # fmt: skip
     """(setting of the other value, its rows, the usual value's rows) of every policy and budget."""
     name, *more = RULES[field]
-    equal = [column for column in [*SETTING, "policy", "budget"] if column not in RULES[field]]
+    cell = [*ROW_SETTING, "spec", "budget"]
+    equal = [column for column in cell if column not in RULES[field]]
     for _, part in rows.groupby(equal, sort=False, dropna=False):
         usual = part[part[name] == USUAL[field]]
         others = part[part[name] != USUAL[field]]
         if len(usual) and len(others):
             for _, mine in others.groupby([name, *more], sort=False, dropna=False):
-                yield {column: mine[column].iloc[0] for column in [*SETTING, "policy", "budget"]}, mine, usual
+                setting = {LINE_NAMES.get(column, column): mine[column].iloc[0] for column in cell}
+                yield setting, mine, usual

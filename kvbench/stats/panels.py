@@ -12,12 +12,15 @@ from ..contract.cell import FULL
 from ..contract.metrics import METRICS
 from ..store.frame import metrics_of
 
-SETTING = ["task", "model", "schedule", "chunk", "question", "template", "pins_mode"]
+RULE_COLUMNS = ["model", "schedule", "chunk", "question", "template", "pins_mode"]
+LINE_NAMES = {"task_spec": "task", "spec": "policy"}  # rows say name and spec, lines name a thing by its spec
+ROW_SETTING = ["task_spec", *RULE_COLUMNS]  # columns of rows
+SETTING = ["task", *RULE_COLUMNS]  # the same of lines
 RULES = {"schedule": ("schedule", "chunk"), "question": ("question",), "pins": ("pins_mode",)}
-SHARED = ["task", "model", "question", "template"]  # what the full cache depends on
+SHARED = ["model", "question", "template"]  # what the full cache depends on, beside the task
 
 
-def panels(frame: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
+def split_panels(frame: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
     """Split aggregated lines into what may be compared side by side: (setting, lines).
 
     The full cache belongs to every panel it is valid for, whatever the schedule and the pins. A
@@ -30,20 +33,20 @@ def panels(frame: pd.DataFrame) -> list[tuple[dict[str, Any], pd.DataFrame]]:
     for _, part in rest.groupby(SETTING, sort=False, dropna=False):
         setting = _setting(part)
         own = full[matches(full, setting, SETTING)]
-        lines = pd.concat([own if len(own) else full[matches(full, setting, SHARED)], part])
-        found.append((setting, _labelled(lines)))
+        lines = pd.concat([own if len(own) else full[matches(full, setting, ["task", *SHARED])], part])
+        found.append((setting, _add_labels(lines)))
     if rest.empty:
         for _, part in full.groupby(SETTING, sort=False, dropna=False):
-            found.append((_setting(part), _labelled(part)))
+            found.append((_setting(part), _add_labels(part)))
     return found
 
 
 def _setting(lines: pd.DataFrame) -> dict[str, Any]:
     seeds = {int(seed) for text in lines["seeds"] for seed in text.split(",") if seed}
-    return {name: lines[name].iloc[0] for name in SETTING} | {"seeds": seeds_text(seeds)}
+    return {name: lines[name].iloc[0] for name in SETTING} | {"seeds": join_seeds(seeds)}
 
 
-def seeds_text(seeds: Iterable[int]) -> str:
+def join_seeds(seeds: Iterable[int]) -> str:
     """ "0,1,2" of any seeds, each once, ascending."""
     return ",".join(map(str, sorted(set(seeds))))
 
@@ -60,14 +63,14 @@ def _same(column: pd.Series, value: Any) -> pd.Series:
     return column.isna() if pd.isna(value) else (column == value).fillna(False).astype(bool)
 
 
-def _labelled(lines: pd.DataFrame) -> pd.DataFrame:
+def _add_labels(lines: pd.DataFrame) -> pd.DataFrame:
     full = (lines["policy"] == FULL) & lines.duplicated(["metric", "policy", "mean", "lo", "hi", "n"])
     lines = lines[~full]  # the same full cache under two schedules
-    lines = _apart(lines.assign(label=lines["policy"]), "run")
-    return _apart(lines, "family")
+    lines = _tell_apart(lines.assign(label=lines["policy"]), "run")
+    return _tell_apart(lines, "family")
 
 
-def _apart(lines: pd.DataFrame, name: str) -> pd.DataFrame:
+def _tell_apart(lines: pd.DataFrame, name: str) -> pd.DataFrame:
     """Labels that name two curves also say this column."""
     twice = lines.duplicated(["metric", "label", "budget"], keep=False)
     several = set(lines.loc[twice, "label"])
@@ -101,7 +104,7 @@ def describe_setting(setting: Mapping[str, Any]) -> str:
     )
 
 
-def short(label: str) -> str:
+def shorten(label: str) -> str:
     """A spec for display: of a parameter that is a path only the file's stem, which names it well enough."""
     name, colon, rest = label.partition(":")
     pairs = [piece.partition("=") for piece in rest.split(",")] if colon else []

@@ -34,11 +34,15 @@ class Test:
     p: float
 
 
-def paired_test(differences: Floats, binary: bool) -> Test:
-    """The test of differences (n,). binary: they come from yes/no answers. No difference at all: p = 1."""
-    if binary:
-        return Test("mcnemar", mcnemar(int((differences > 0).sum()), int((differences < 0).sum())))
-    return Test("flip", sign_flip(differences))
+def run_tests(items: Sequence[Floats], binary: Sequence[bool]) -> list[Test]:
+    """The test of each item: differences (n,). binary: they come from yes/no answers. Without any, p = 1."""
+    flips = iter(flip_signs([item for item, yes_no in zip(items, binary, strict=True) if not yes_no]))
+    return [
+        Test("mcnemar", mcnemar(int((item > 0).sum()), int((item < 0).sum())))
+        if yes_no
+        else Test("flip", next(flips))
+        for item, yes_no in zip(items, binary, strict=True)
+    ]
 
 
 def mcnemar(first: int, second: int) -> float:
@@ -48,26 +52,39 @@ def mcnemar(first: int, second: int) -> float:
     return min(1.0, 2 * tail / 2**n)
 
 
-def sign_flip(differences: Floats) -> float:
-    """Two-sided p of the mean of differences under random signs.
+def flip_signs(items: Sequence[Floats]) -> list[float]:
+    """Two-sided p of the mean of each item's differences (n,) under random signs.
 
-    Exact up to EXACT differences; beyond, FLIPS random ones with a fixed seed, and the observed one
-    counts among them, so that p is never 0.
+    Exact up to EXACT differences that are not 0; beyond, FLIPS random ones with a fixed seed, and the
+    observed one counts among them, so that p is never 0. Items with equally many get the same signs, so
+    these are drawn once.
     """
-    moved = np.abs(differences[differences != 0])
+    p = [1.0] * len(items)
+    by_count: dict[int, list[int]] = {}
+    for index, item in enumerate(items):
+        by_count.setdefault(int((item != 0).sum()), []).append(index)
+    for n, members in by_count.items():
+        if n:
+            moved = np.stack([np.abs(items[i][items[i] != 0]) for i in members], axis=1)
+            # sums in another order may differ in the last bits
+            observed = np.array([abs(math.fsum(items[i])) * (1 - 1e-9) for i in members])
+            for index, value in zip(members, _flip(moved, observed), strict=True):
+                p[index] = float(value)
+    return p
+
+
+def _flip(moved: Floats, observed: Floats) -> Floats:
+    """The share of signs whose sum is as far from 0 as the observed one. moved: (n, item) without 0."""
     n = len(moved)
-    if n == 0:
-        return 1.0
-    observed = abs(math.fsum(differences)) * (1 - 1e-9)  # sums in another order may differ in the last bits
     if n <= EXACT:
-        return float((np.abs(_every_sign(n) @ moved) >= observed).mean())
-    rng, extreme, left = np.random.default_rng(0), 0, FLIPS
+        return np.asarray((np.abs(_every_sign(n) @ moved) >= observed).mean(0))
+    rng, extreme, left = np.random.default_rng(0), np.zeros(moved.shape[1]), FLIPS
     while left:
         size = min(left, max(1, BLOCK // n))
         signs = rng.integers(0, 2, size=(size, n), dtype=np.int8) * 2.0 - 1.0
-        extreme += int((np.abs(signs @ moved) >= observed).sum())
+        extreme += (np.abs(signs @ moved) >= observed).sum(0)
         left -= size
-    return (extreme + 1) / (FLIPS + 1)
+    return np.asarray((extreme + 1) / (FLIPS + 1))
 
 
 @cache
@@ -85,7 +102,7 @@ def holm(p: Sequence[float]) -> list[float]:
     return corrected
 
 
-def detectable(differences: Floats, binary: bool) -> float:
+def detectable_effect(differences: Floats, binary: bool) -> float:
     """The smallest true mean difference that n such samples find in 4 of 5 tries at p < 0.05.
 
     From the spread that was seen, by the normal approximation, which is wrong for few samples: no test

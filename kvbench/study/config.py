@@ -1,4 +1,4 @@
-"""What a run is: one frozen configuration, checked once, before any model loads."""
+"""The configuration of a run: frozen, and validated once, before any model loads."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ..errors import BadInput
 
 @dataclass(frozen=True)
 class Protocol:
-    """Rules that belong together. None leaves a rule to the task."""
+    """A named set of rules. None leaves a rule to the task."""
 
     question: Literal["withheld", "seen"] | None
     pins: str | None
 
 
-# paper: each task as its paper runs it, each policy with what its own paper always keeps.
-# controlled: nobody knows the question, and the same tokens are pinned for everyone.
+# paper: question as in the task's paper, pins as in each policy's paper.
+# controlled: question withheld, the same pins for every policy.
 PROTOCOLS = {"paper": Protocol(None, None), "controlled": Protocol("withheld", "4,16")}
 
 
@@ -26,13 +26,15 @@ PROTOCOLS = {"paper": Protocol(None, None), "controlled": Protocol("withheld", "
 class RunConfig:
     """One `kvbench run`.
 
-    policies, tasks: names with parameters (`snapkv:window=64`); "all" stands for every policy.
-    budgets: KV pairs kept per KV head per layer, pins included. limit: samples per task.
-    protocol: a set of rules, see PROTOCOLS. pins, question, schedule, chunk: given, they go before the
-    protocol's; None takes the protocol's, else each task's own. data: a jsonl file in the hub's
-    schema. draft: verify likely answers in one pass; it changes no result. seeds: several seeds
-    instead of one, each with rows of its own. out: run folder; None derives one from the
-    configuration, so that the same command finds its rows again.
+    policies, tasks: names with parameters (`snapkv:window=64`); "all" is every policy.
+    budgets: KV pairs kept per KV head per layer, pins included. limit: samples per task, None for all.
+    protocol: a named set of rules (PROTOCOLS). pins, question, schedule, chunk: override the protocol;
+    None takes the protocol's value, else the task's. data: jsonl file in the hub's schema. draft: verify
+    likely answers in one pass, without changing results. seeds: several seeds instead of `seed`, each
+    with its own rows. out: run folder; None derives one from the configuration, so repeating a command
+    finds its rows.
+
+    Raises: BadInput for values that are out of range or do not go together.
     """
 
     policies: tuple[str, ...]
@@ -96,7 +98,7 @@ class RunConfig:
             raise BadInput(f"--{name} '{value}': choose one of {names}")
 
     def of_each_seed(self) -> list[RunConfig]:
-        """The same run, once for every seed."""
+        """One configuration per seed."""
         return [replace(self, seed=seed, seeds=()) for seed in self.seeds or (self.seed,)]
 
     def as_dict(self) -> dict[str, Any]:

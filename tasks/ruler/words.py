@@ -17,8 +17,6 @@ import re
 import string
 from dataclasses import dataclass
 
-from scipy.special import zeta
-
 from kvbench.contract.data import filler
 from kvbench.contract.policy import param
 from kvbench.contract.registry import register_task
@@ -162,5 +160,8 @@ def _zipf(total: int, vocabulary: int) -> list[int]:
 
 def _shares(drawn: int, vocabulary: int) -> list[int]:
     """Zipf's law rounded down, with no word after the third coded one as frequent as that one."""
-    times = [int(drawn * rank**-ALPHA / zeta(ALPHA)) for rank in range(1, vocabulary + 1)]
+    from scipy.special import zeta  # takes a while to import, and listing tasks needs none of it
+
+    all_words = zeta(ALPHA)
+    times = [int(drawn * rank**-ALPHA / all_words) for rank in range(1, vocabulary + 1)]
     return times[: 1 + TOP] + [min(count, times[TOP] - 1) for count in times[1 + TOP :]]

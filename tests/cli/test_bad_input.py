@@ -160,7 +160,7 @@ def test_the_other_commands_refuse_alike(command: list[str], words: list[str]) -
 
 def test_wrong_names_and_numbers_are_refused_without_torch() -> None:
     program = (
-        "import sys; from typer.testing import CliRunner; from kvbench.cli import app\n"
+        "import sys; from typer.testing import CliRunner; from kvbench.cli.main import app\n"
         "for one in (['--policy', 'snapkw'], ['--task', 'boolk'], ['--budgets', '0'], ['--pins', '9,99']):\n"
         "    right = ['--policy', 'snapkv', '--task', 'boolq', '--budgets', '20']\n"
         "    assert CliRunner().invoke(app, ['run', *right, *one]).exit_code == 2, one\n"
@@ -173,8 +173,8 @@ def test_wrong_names_and_numbers_are_refused_without_torch() -> None:
 def test_data_that_nobody_has_names_every_source() -> None:
     """In a process of its own: what other modules happened to import must not matter."""
     command = ["run", "--policy", "knorm", "--task", "ruler/qa_1", "--budgets", "64", "--limit", "1"]
-    code = f"import sys; from kvbench.cli import main; sys.argv = ['kvbench', *{command}]; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    started = [sys.executable, "-m", "kvbench", *command]
+    done = subprocess.run(started, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: no source has rajpurkar/squad_v2")
     assert "Traceback" not in done.stderr

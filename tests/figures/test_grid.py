@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 from kvbench.cli import main as cli
 from kvbench.errors import BadInput, StoreError, UnknownName
 from kvbench.show import figures, grid
-from kvbench.show.curves import reads_better_in_logs
 from kvbench.show.figures import Request, figure_kind, kinds
-from kvbench.show.plot import looks_of, sections
+from kvbench.show.panel import Sections, build_panels, read_sections
+from kvbench.show.scale import reads_better_in_logs
 from kvbench.stats.aggregate import aggregate
-from kvbench.stats.panels import panels
+from kvbench.stats.panels import split_panels
 from kvbench.store.results import Store, read_rows
 from tests.figures.capture import unsaved
 from tests.store.synthetic import STYLE, row
@@ -64,10 +64,10 @@ def refused(*command: Any) -> str:
 
 
 def found(path: Path, each: bool = False) -> dict[str, pd.DataFrame]:
-    rows, (tasks, _) = read_rows(path), sections([path])
+    rows, tasks = read_rows(path), read_sections([path]).tasks
     if not each:
-        rows, tasks = grid.pooled(rows, tasks)
-    return {setting["task"]: lines for setting, lines in panels(aggregate(rows))}
+        rows, tasks = grid.pool_subtasks(rows, tasks)
+    return {setting["task"]: lines for setting, lines in split_panels(aggregate(rows))}
 
 
 def test_tasks_of_a_group_are_pooled_and_perplexities_are_not(run: Path) -> None:
@@ -92,7 +92,7 @@ def test_pooling_keeps_settings_apart(tmp_path: Path) -> None:
             for value, question in ((0.2, "seen"), (0.6, "withheld")):
                 names = {"task": task, "task_spec": task, "question": question}
                 store.append([row("knorm", 64, metrics={"string_match": value}, **names)])
-    rows, _ = grid.pooled(
+    rows, _ = grid.pool_subtasks(
         read_rows(tmp_path), {t: {"metric": "string_match"} for t in ("ruler/vt", "ruler/cwe")}
     )
     lines = aggregate(rows, ["string_match"])
@@ -105,7 +105,7 @@ def test_subtasks_that_read_a_file_are_pooled_with_the_others(tmp_path: Path) ->
         for spec, value in specs.items():
             names = {"task": spec.split(":")[0], "task_spec": spec}
             store.append([row("knorm", 64, metrics={"string_match": value}, **names)])
-    rows, _ = grid.pooled(read_rows(tmp_path), {spec: {"metric": "string_match"} for spec in specs})
+    rows, _ = grid.pool_subtasks(read_rows(tmp_path), {spec: {"metric": "string_match"} for spec in specs})
     lines = aggregate(rows, ["string_match"])
     means = dict(zip(lines["task"], lines["mean"], strict=True))
     assert means == {"ruler, 2 subtasks": 0.5, "ruler/vt:length=512": 0.5}
@@ -117,30 +117,26 @@ def test_runs_over_other_samples_are_not_compared(tmp_path: Path) -> None:
             spec = "tova" if name == "three" else "knorm"
             store.append([row(spec, 64, sample) for sample in samples])
     tasks = {"boolq": {"metric": "acc_norm"}}
-    pair, named = grid.apart(read_rows([tmp_path / "one", tmp_path / "two"]), tasks)
+    pair, named = grid.separate_runs(read_rows([tmp_path / "one", tmp_path / "two"]), tasks)
     assert named["boolq of two"] == {"metric": "acc_norm"}
     assert dict(zip(pair["sample"], pair["task_spec"], strict=True)) == {
         "a": "boolq of one", "b": "boolq of one", "c": "boolq of two", "d": "boolq of two",
     }  # fmt: skip
     for names in (["one"], ["two", "three"]):
-        rows, named = grid.apart(read_rows([tmp_path / name for name in names]), tasks)
+        rows, named = grid.separate_runs(read_rows([tmp_path / name for name in names]), tasks)
         assert (set(rows["task_spec"]), named) == ({"boolq"}, tasks)
 
 
 def test_budget_curves_lay_tasks_out_with_one_legend(run: Path) -> None:
-    parts = [
-        ({"task": task, **_setting(lines)}, lines[(lines["metric"] == metric) & (lines["n"] > 0)])
-        for (task, lines), metric in zip(
-            found(run).items(), ("accuracy", "string_match", "ppl", "ppl"), strict=True
-        )
-    ]
-    fig = grid.grid(parts, looks_of([lines for _, lines in parts], STYLE))
+    tiles = grid.find_tiles(read_rows(run), read_sections([run]))
+    assert [tile.metric for tile in tiles] == ["accuracy", "string_match", "ppl", "ppl"]
+    fig = grid.draw_grid(tiles)
     assert [axes.get_title(loc="left").splitlines()[0] for axes in fig.axes] == list(found(run))
     assert [axes.get_ylabel() for axes in fig.axes][1] == "string match\n(0..1, higher is better)"
-    for axes, (_, lines) in zip(fig.axes, parts, strict=True):
+    for axes, tile in zip(fig.axes, tiles, strict=True):
         curves = {line.get_gid(): line for line in axes.get_lines() if line.get_gid()}
         assert set(curves) == {"oracle", "kvp", "judgeq", "random"}
-        mean = lines[lines["policy"] == "kvp"].sort_values("budget")["mean"].tolist()
+        mean = tile.lines[tile.lines["policy"] == "kvp"].sort_values("budget")["mean"].tolist()
         assert list(curves["kvp"].get_ydata()) == mean
         assert axes.get_legend() is None
     assert "n = 8" in fig.axes[1].get_title(loc="left")
@@ -153,12 +149,6 @@ def test_budget_curves_lay_tasks_out_with_one_legend(run: Path) -> None:
     fig.draw_without_rendering()
     box = legend.get_window_extent()
     assert all(box.y1 <= axes.get_window_extent().y0 for axes in fig.axes)
-
-
-def _setting(lines: pd.DataFrame) -> dict[str, Any]:
-    first = lines.iloc[0]
-    names = ("model", "schedule", "chunk", "question", "template", "pins_mode", "seeds")
-    return {name: first[name] for name in names}
 
 
 def test_every_task_of_the_paper_has_its_panel(tmp_path: Path) -> None:
@@ -282,8 +272,8 @@ def test_a_pressed_perplexity_has_named_ticks(tmp_path: Path) -> None:
             for sample in ("a", "b"):
                 metrics = {"nll": nll, "nll_tokens": 10}
                 store.append([row(spec, None if spec == "full" else 32, sample, metrics=metrics)])
-    setting, lines = panels(aggregate(read_rows(tmp_path), ["ppl"]))[0]
-    fig = grid.grid([(setting, lines)], looks_of([lines], STYLE))
+    (panel,), _ = build_panels(read_rows(tmp_path), Sections({}, STYLE), ["ppl"])
+    fig = grid.draw_grid([grid.Tile(panel, "ppl")])
     (axes,) = fig.axes
     assert axes.get_yscale() == "log"
     fig.draw_without_rendering()

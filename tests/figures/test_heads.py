@@ -14,7 +14,7 @@ from torch import Tensor
 from kvbench.contract.eviction import eviction_cost
 from kvbench.errors import BadInput
 from kvbench.policies.kvp.figures import heads
-from kvbench.policies.kvp.figures.recorded_costs import averaged, budget_edges
+from kvbench.policies.kvp.figures.recorded_costs import average_points, budget_edges
 
 LAYERS, HEADS, SLOTS = 3, 2, 17
 
@@ -123,7 +123,7 @@ def test_points_cover_every_budget_once(longest: int) -> None:
 
 def test_points_are_means_of_their_budgets() -> None:
     costs = np.random.default_rng(0).random((2, 3, 50))
-    points = averaged(costs)
+    points = average_points(costs)
     edges = budget_edges(50)
     assert points.shape == (2, 3, len(edges) - 1)
     for point, (low, high) in enumerate(itertools.pairwise(edges)):

@@ -16,7 +16,7 @@ from kvbench.learn.trace import TraceSet, utilities
 from kvbench.model import open as models
 from kvbench.policies.kvp.scorer import ScorerShape, ScorerWeights, scores
 from kvbench.stats.aggregate import aggregate
-from kvbench.stats.compare import paired
+from kvbench.stats.compare import compare_pairs
 from kvbench.store.results import read_rows
 from tests.kvp import make
 from tests.kvp.make import CONTEXT, DIM, KV_HEADS, LAYERS
@@ -129,7 +129,7 @@ def test_rows_are_those_of_a_run(synthetic: TraceSet, tmp_path: Path) -> None:
     table = aggregate(rows, ["eviction_cost", "missed_mass"])
     assert set(table["n"]) == {len(synthetic)}
     assert (table["lo"] <= table["mean"] + 1e-9).all()
-    pairs = paired(rows[rows["budget"] == 4], "knorm", "eviction_cost").set_index("policy")
+    pairs = compare_pairs(rows[rows["budget"] == 4], "knorm", "eviction_cost").set_index("policy")
     assert pairs.loc["oracle", "win"] == len(synthetic)
     assert pairs.loc["oracle", "hi"] < 0
 

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from kvbench.show.plot import sections
+from kvbench.show.panel import Panel, Sections, build_panels, read_sections
 from kvbench.show.report.best import ahead_of_full, answer, best_of, doubts
 from kvbench.show.report.matrix import matrices
-from kvbench.show.report.panel import Panel, panels_of
-from kvbench.show.report.pins import effects, shares
+from kvbench.show.report.pins import compare_pins, share_pins
 from kvbench.stats.significance import holm, mcnemar
 from kvbench.store.results import read_rows
 from tests.report.made import make_rows, row
@@ -28,7 +27,7 @@ def panel_of(folder: Path, right: dict[str, list[int]], metric: str = "accuracy"
                 values = {metric: float(index < count)}
                 rows.append(row(spec, budget, f"s{index:02}", metrics=values, **changes))
     run = make_rows(folder, rows)
-    (panel,), _ = panels_of(read_rows(run), *sections([run]))
+    (panel,), _ = build_panels(read_rows(run), read_sections([run]))
     return panel
 
 
@@ -69,7 +68,7 @@ def test_less_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
         for index in range(12)
     ]
     run = make_rows(tmp_path, rows)
-    (panel,), _ = panels_of(read_rows(run), *sections([run]))
+    (panel,), _ = build_panels(read_rows(run), read_sections([run]))
     (best,) = best_of(panel, "kl")
     assert (best.leaders, best.rest) == (("tova",), ("knorm",))
     (matrix,) = matrices(panel, "kl")
@@ -93,7 +92,7 @@ def test_who_wins_most_samples_is_not_behind(tmp_path: Path) -> None:
             values = {"nll": 1.0 + ahead, "nll_tokens": 10**6 if index == 0 else 1}
             rows.append(row(spec, 64, f"s{index:02}", metrics=values))
     run = make_rows(tmp_path, rows)
-    (panel,), _ = panels_of(read_rows(run), {"boolq": {"metric": "ppl"}}, {})
+    (panel,), _ = build_panels(read_rows(run), Sections({"boolq": {"metric": "ppl"}}, {}))
     assert panel.main == "ppl"
     (line,) = panel.pairs("ppl").to_dict("records")
     assert line["metric"] == "nll"
@@ -111,7 +110,7 @@ def test_rounding_makes_no_winner(tmp_path: Path) -> None:
         for index in range(20)
     ]
     run = make_rows(tmp_path, rows)
-    (panel,), _ = panels_of(read_rows(run), *sections([run]))
+    (panel,), _ = build_panels(read_rows(run), read_sections([run]))
     (best,) = best_of(panel, "kl")
     assert (best.leaders, best.open) == (("knorm", "tova", "snapkv"), True)
     (matrix,) = matrices(panel, "kl")
@@ -143,19 +142,21 @@ def test_pins_of_two_rules(tmp_path: Path) -> None:
                     values = {"accuracy": 0.5 + (gain if spec != "kvp" else 0.0)}
                     rows.append(row(spec, budget, f"s{index}", pins=shared, pins_mode=rule, metrics=values))
         folders.append(make_rows(tmp_path / rule.replace(",", "-"), rows))
-    panels, _ = panels_of(read_rows(folders), *sections(folders))
+    panels, _ = build_panels(read_rows(folders), read_sections(folders))
     native, same = panels
     assert native.order == same.order == ["snapkv", "tova", "kvp"]  # kvp's rows have one key
-    told = {one.rule: {policy: (pins, values) for policy, pins, values in one.rows} for one in shares(panels)}
+    told = {
+        one.rule: {policy: (pins, values) for policy, pins, values in one.rows} for one in share_pins(panels)
+    }
     assert told["native"]["snapkv"] == ("last 32", [1.0, 0.5])
     assert told["native"]["tova"] == ("none", [0.0, 0.0])
     assert told["4,16"]["snapkv"] == ("first 4, last 16", [20 / 32, 20 / 64])
-    (effect,), why = effects(read_rows(folders), panels)
+    (effect,), why = compare_pins(read_rows(folders), panels)
     assert why == ""
     assert effect.title == "boolq, accuracy (0..1, higher is better): pins 4,16 minus native pins"
     assert (effect.budgets, effect.same) == ([32, 64], ["kvp"])
     assert [line[0] for line in effect.rows] == ["snapkv", "tova"]
     assert {cell.split(" p ")[0] for line in effect.rows for cell in line[1:]} == {"+0.25 [+0.25,+0.25]"}
-    nothing, why = effects(read_rows(folders[:1]), panels[:1])
+    nothing, why = compare_pins(read_rows(folders[:1]), panels[:1])
     assert nothing == []
     assert why.startswith("no policy has samples under 'native' and under another value")

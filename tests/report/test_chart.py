@@ -9,12 +9,11 @@ import pytest
 import scipy.stats
 from matplotlib.colors import to_rgb
 
-from kvbench.show.plot import sections
-from kvbench.show.report.chart import BOTTOM, HEIGHT, LEFT, TOP, chart_of
-from kvbench.show.report.look import CONTRAST, DARK, looks, luminance, on_dark, outline
-from kvbench.show.report.panel import Panel, panels_of
-from kvbench.show.report.relation import cells_table, relations, spearman
-from kvbench.show.report.scale import budget_scale, scale_of
+from kvbench.show.panel import Panel, build_panels, read_sections
+from kvbench.show.report.chart import BOTTOM, HEIGHT, LEFT, TOP, picture_of
+from kvbench.show.report.look import CONTRAST, DARK, assign_looks, brighten, luminance, outline
+from kvbench.show.report.relation import cells_table, relate, spearman
+from kvbench.show.scale import budget_scale, scale_of
 from kvbench.show.style import MARKERS, PALETTE
 from kvbench.store.results import read_rows
 from tests.report.made import make_run
@@ -24,7 +23,7 @@ from tests.store.synthetic import BUDGETS
 @pytest.fixture(scope="module")
 def panel(tmp_path_factory: pytest.TempPathFactory) -> Panel:
     run = make_run(tmp_path_factory.mktemp("run"), samples=12)
-    return panels_of(read_rows(run), *sections([run]))[0][0]
+    return build_panels(read_rows(run), read_sections([run]))[0][0]
 
 
 def test_a_linear_axis() -> None:
@@ -65,14 +64,14 @@ def test_budgets_are_marked_where_there_is_room() -> None:
 
 
 def test_every_curve_goes_through_its_means(panel: Panel) -> None:
-    drawn = looks(panel.order, panel.looks)
-    chart = chart_of(panel, "accuracy", drawn, "c")
+    drawn = assign_looks(panel.order, panel.looks)
+    chart = picture_of(panel, "accuracy", drawn, "c")
     assert chart.kind == "curves"
-    assert {curve.look.label for curve in chart.curves} == set(panel.order) - {"full"}
+    assert {curve.look.label for curve in chart.traces} == set(panel.order) - {"full"}
     lines = panel.of("accuracy")
     pixels = {text: y for y, text in chart.y}
     low, high = sorted(pixels, key=float)[0], sorted(pixels, key=float)[-1]
-    for curve in chart.curves:
+    for curve in chart.traces:
         means = lines[lines["label"] == curve.look.label].sort_values("budget")["mean"]
         points = [tuple(map(float, point.split(","))) for point in curve.line.split()]
         assert len(points) == len(curve.marks) == len(BUDGETS)
@@ -81,7 +80,7 @@ def test_every_curve_goes_through_its_means(panel: Panel) -> None:
             assert y == pytest.approx(pixels[low] + share * (pixels[high] - pixels[low]), abs=0.02)
             assert x > LEFT
             assert TOP <= y <= HEIGHT - BOTTOM
-    (full, rate) = chart.levels
+    (full, rate) = chart.guides
     assert full.text == "full cache"
     assert rate.text.startswith("majority rate 0.")
 
@@ -93,16 +92,16 @@ def test_what_is_the_same_at_every_budget_has_one_line_per_policy(panel: Panel) 
     same = Panel(
         panel.setting,
         lines.assign(**lines.loc[~cost, ["mean", "lo", "hi"]].combine_first(first)),
-        panel.rows,
+        panel.ready,
         panel.main,
         panel.looks,
     )
-    chart = chart_of(same, "eviction_cost", looks(panel.order, panel.looks), "c")
+    chart = picture_of(same, "eviction_cost", assign_looks(panel.order, panel.looks), "c")
     assert chart.kind == "dots"
-    means = {curve.look.label: curve.marks[0].x for curve in chart.curves}
+    means = {curve.look.label: curve.marks[0].x for curve in chart.traces}
     assert len(means) == len(panel.order) - 1
     assert list(means.values()) == sorted(means.values())  # the best on top
-    assert chart_of(panel, "eviction_cost", looks(panel.order, panel.looks), "c").kind == "curves"
+    assert picture_of(panel, "eviction_cost", assign_looks(panel.order, panel.looks), "c").kind == "curves"
 
 
 def test_the_correlation_is_scipys() -> None:
@@ -122,8 +121,8 @@ def test_the_correlation_is_scipys() -> None:
 
 
 def test_eviction_error_in_words(panel: Panel) -> None:
-    drawn = looks(panel.order, panel.looks)
-    found = relations(panel, drawn, "r")
+    drawn = assign_looks(panel.order, panel.looks)
+    found = relate(panel, drawn, "r")
     pairs = [(x, y) for x in ("missed_mass", "eviction_cost") for y in ("accuracy", "kl")]
     assert [(one.x, one.y) for one in found] == pairs
     policies = len(panel.candidates)
@@ -134,7 +133,7 @@ def test_eviction_error_in_words(panel: Panel) -> None:
     )
     who = f"{policies} policies at {len(BUDGETS)} budgets, brackets left out"
     assert f"over n = {policies * len(BUDGETS)} cells ({who})" in text
-    assert len([mark for curve in found[1].chart.curves for mark in curve.marks]) == (policies + 2) * len(
+    assert len([mark for curve in found[1].picture.traces for mark in curve.marks]) == (policies + 2) * len(
         BUDGETS
     )
     header, body = cells_table(panel, found)
@@ -144,6 +143,6 @@ def test_eviction_error_in_words(panel: Panel) -> None:
 
 def test_colours_can_be_seen_on_the_dark_page() -> None:
     for color in (*PALETTE, "#000000", "#808080"):
-        contrast = (luminance(to_rgb(on_dark(color))) + 0.05) / (luminance(DARK) + 0.05)
+        contrast = (luminance(to_rgb(brighten(color))) + 0.05) / (luminance(DARK) + 0.05)
         assert contrast >= CONTRAST - 0.05, color
     assert len({outline(marker) for marker in MARKERS}) == len(MARKERS)

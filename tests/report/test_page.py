@@ -18,12 +18,14 @@ from typer.testing import CliRunner
 
 from kvbench.audit.verify import verify
 from kvbench.cli import main as cli
-from kvbench.contract.metrics import metric
+from kvbench.contract.metrics import METRICS
 from kvbench.errors import BadInput, StoreError
+from kvbench.show.panel import build_panels, read_sections
 from kvbench.show.report import report
-from kvbench.show.report.numbers import read
+from kvbench.show.report.best import best_of
+from kvbench.show.report.numbers import read_lines
 from kvbench.show.report.page import render
-from kvbench.show.table import number
+from kvbench.show.words import number
 from kvbench.stats.aggregate import aggregate
 from kvbench.store.results import read_rows
 from tests.report.made import HOSTILE, STYLE, Seen, make_rows, make_run, row, seen
@@ -139,12 +141,12 @@ def test_the_tables_say_what_the_aggregates_say(run: Path, parsed: Seen) -> None
     for policy in POLICIES:
         for budget in BUDGETS:
             (line,) = lines[(lines["policy"] == policy) & (lines["budget"] == budget)].to_dict("records")
-            mean, low, high = (number(line[name], metric("accuracy")) for name in ("mean", "lo", "hi"))
+            mean, low, high = (number(line[name], METRICS["accuracy"]) for name in ("mean", "lo", "hi"))
             assert f"{mean} [{low},{high}]" in table.text
 
 
 def test_the_numbers_inside_are_the_aggregates(run: Path, page: str) -> None:
-    lines, whole = read(page)
+    lines, whole = read_lines(page)
     assert whole
     frame = aggregate(read_rows(run))
     assert len(lines) == len(frame) > 100
@@ -200,7 +202,7 @@ def test_verify_knows_a_page(small: Path, tmp_path: Path) -> None:
     law = f"{file} says what the rows say"
     assert {f.law: f.passed for f in verify([mine])}[law]
     text = file.read_text()
-    lines, _ = read(text)
+    lines, _ = read_lines(text)
     file.write_text(text.replace(f'"mean": {json.dumps(lines[3]["mean"])}', '"mean": 0.123', 1))
     (fault,) = (f for f in verify([mine]) if f.law == law)
     assert not fault.passed
@@ -215,7 +217,7 @@ def test_verify_knows_a_page(small: Path, tmp_path: Path) -> None:
     (fault,) = (f for f in verify([mine]) if f.law == law)
     assert "not a page of kvbench" in fault.detail
     with pytest.raises(BadInput, match="make one with kvbench report"):
-        read("")
+        read_lines("")
 
 
 def test_the_command_and_its_refusals(small: Path, tmp_path: Path) -> None:
@@ -263,6 +265,26 @@ def test_rows_without_a_full_cache_or_a_manifest(small: Path, tmp_path: Path) ->
     assert "With n = 4 no test could." in found.by_id("p1").text
     assert "kvbench rerun" not in found.by_id("sources").text
     assert seen(render([made, small])).by_id("p2")  # bare rows beside a run
+
+
+def test_a_metric_that_a_plugin_declared_is_known_from_the_manifest(tmp_path: Path) -> None:
+    """Its direction decides who is best, its limits the axis; the plugin is not loaded here."""
+    declared = {"name": "slips", "unit": "0..1", "description": "d", "better": "lower", "limits": [0.0, 1.0]}
+    rows = [
+        row(spec, 64, f"s{index}", metrics={"slips": value})
+        for spec, value in (("knorm", 0.0), ("tova", 1.0))
+        for index in range(8)
+    ]
+    tasks = {"boolq": {"metric": "slips"}}
+    folder = make_rows(tmp_path / "run", rows, tasks=tasks, metrics={"slips": declared})
+    (panel,), _ = build_panels(read_rows(folder), read_sections([folder]))
+    assert panel.about("slips").better == "lower"
+    assert panel.pairs("slips")[["policy", "win", "loss"]].to_numpy().tolist() == [["knorm", 8, 0]]
+    assert panel.pairs("slips")["unit"].tolist() == ["0..1"]
+    (best,) = best_of(panel, "slips")
+    assert best.leaders == ("knorm",)
+    assert "slips (0..1, lower is better)" in seen(render([folder])).text
+    assert "slips" not in METRICS
 
 
 def test_what_is_missing_is_listed(tmp_path: Path) -> None:

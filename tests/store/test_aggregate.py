@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,9 +13,9 @@ import pandas as pd
 import pytest
 
 from kvbench.errors import UnknownName
-from kvbench.stats.aggregate import aggregate, available
-from kvbench.stats.bootstrap import Measured, intervals
-from kvbench.stats.panels import panels
+from kvbench.stats.aggregate import aggregate, list_metrics
+from kvbench.stats.bootstrap import RESAMPLES, Estimate, bootstrap_intervals
+from kvbench.stats.panels import split_panels
 from kvbench.store.results import Row, Store, read_rows
 from tests.store.synthetic import make_run, row
 
@@ -58,8 +59,8 @@ def test_interval_equals_the_exact_distribution_of_resampled_means(tmp_path: Pat
 
 def test_bootstrap_covers_the_truth_about_as_often_as_it_says() -> None:
     rng = np.random.default_rng(0)
-    items = [Measured(tuple(f"{t}-{i}" for i in range(40)), rng.normal(size=40)) for t in range(100)]
-    covered = np.mean([low < 0 < high for low, high in intervals(items)])
+    items = [Estimate(tuple(f"{t}-{i}" for i in range(40)), rng.normal(size=40)) for t in range(100)]
+    covered = np.mean([low < 0 < high for low, high in bootstrap_intervals(items)])
     assert 0.87 < covered < 0.99  # 0.95, less a little for n = 40; 100 trials have a deviation of 0.022
 
 
@@ -134,7 +135,7 @@ def test_choice_tasks_show_majority_rate_and_label_share(tmp_path: Path) -> None
 
 def test_unknown_metric_lists_what_the_rows_have(tmp_path: Path) -> None:
     rows = frame_of(tmp_path, [row("knorm", 64)])
-    assert available(rows) == ["accuracy", "kept", "prefill_s", "answer_s"]
+    assert list_metrics(rows) == ["accuracy", "kept", "prefill_s", "answer_s"]
     with pytest.raises(UnknownName, match="accuracy, answer_s, kept"):
         aggregate(rows, ["kl"])
 
@@ -147,12 +148,26 @@ def test_unloaded_plugins_metric_is_aggregated_all_the_same(tmp_path: Path) -> N
 def test_full_cache_joins_every_panel(tmp_path: Path) -> None:
     chunked = {"schedule": "chunked", "chunk": 64}
     rows = [row("full", None), row("knorm", 64), row("knorm", 64, **chunked), row("full", None, model="m")]
-    found = panels(aggregate(frame_of(tmp_path, rows), ["accuracy"]))
+    found = split_panels(aggregate(frame_of(tmp_path, rows), ["accuracy"]))
     assert [setting["schedule"] for setting, _ in found] == ["chunked", "prefill"]
     assert [lines["label"].tolist() for _, lines in found] == [["full", "knorm"]] * 2
 
 
 def test_two_runs_of_one_policy_are_told_apart(tmp_path: Path) -> None:
     rows = frame_of(tmp_path, [row("knorm", 64), replace(row("knorm", 64), key="k", config="bf16")])
-    ((_, lines),) = panels(aggregate(rows.assign(run=["a", "b"]), ["accuracy"]))
+    ((_, lines),) = split_panels(aggregate(rows.assign(run=["a", "b"]), ["accuracy"]))
     assert lines["label"].tolist() == ["knorm (a)", "knorm (b)"]
+
+
+def test_equal_estimates_are_resampled_once_and_bounds_are_percentiles() -> None:
+    """Whatever else is asked for, and against numpy on the same draws."""
+    rng = np.random.default_rng(2)
+    ids = tuple(f"s{i:02}" for i in range(30))
+    one, other = rng.normal(size=30), rng.random(size=30)
+    items = [Estimate(ids, one), Estimate(ids, other, other + 1), Estimate(ids, one.copy())]
+    first, second, third = bootstrap_intervals(items)
+    assert first == third == bootstrap_intervals(items[:1])[0]
+    assert second == bootstrap_intervals(items[1:2])[0]
+    seed = hashlib.sha256("\0".join(ids).encode()).digest()
+    draws = np.random.default_rng(int.from_bytes(seed[:8], "little")).integers(0, 30, size=(RESAMPLES, 30))
+    assert first == pytest.approx(tuple(np.percentile(one[draws].mean(1), (2.5, 97.5))), rel=1e-12)

@@ -14,10 +14,10 @@ import scipy.stats
 
 from kvbench.errors import BadInput, UnknownName
 from kvbench.show.comparison_table import render_comparison
-from kvbench.stats.aggregate import aggregate, prepared
-from kvbench.stats.compare import compare, every_pair, paired
+from kvbench.stats.aggregate import aggregate, prepare_rows
+from kvbench.stats.compare import compare, compare_all, compare_pairs
 from kvbench.stats.compare_rules import compare_rules
-from kvbench.stats.significance import detectable, holm, mcnemar, sign_flip
+from kvbench.stats.significance import detectable_effect, flip_signs, holm, mcnemar
 from kvbench.store.results import Row, read_rows
 from tests.store.synthetic import make_run, row
 from tests.store.test_aggregate import frame_of
@@ -38,7 +38,7 @@ def b58() -> list[Row]:
 
 def test_b58_paired_on_the_same_samples(tmp_path: Path) -> None:
     """p is 0.008 paired, 0.08 if unpaired."""
-    (found,) = paired(frame_of(tmp_path, b58()), "tova", "accuracy").to_dict("records")
+    (found,) = compare_pairs(frame_of(tmp_path, b58()), "tova", "accuracy").to_dict("records")
     assert (found["policy"], found["budget"], found["n"]) == ("knorm", 64, SAMPLES)
     assert (found["mean"], found["baseline_mean"]) == (110 / SAMPLES, 92 / SAMPLES)
     assert found["difference"] == pytest.approx(18 / SAMPLES)
@@ -73,24 +73,24 @@ def test_sign_flip_is_scipys_permutation_test(n: int) -> None:
     exact = scipy.stats.permutation_test(
         (differences,), np.mean, permutation_type="samples", n_resamples=np.inf
     )
-    assert sign_flip(differences) == pytest.approx(exact.pvalue, rel=1e-12)
+    assert flip_signs([differences])[0] == pytest.approx(exact.pvalue, rel=1e-12)
     with_ties = np.concatenate([differences, np.zeros(20)])
-    assert sign_flip(with_ties) == sign_flip(differences)  # a flipped zero is a zero
-    assert sign_flip(-differences) == sign_flip(differences)
+    assert flip_signs([with_ties])[0] == flip_signs([differences])[0]  # a flipped zero is a zero
+    assert flip_signs([-differences])[0] == flip_signs([differences])[0]
 
 
 def test_sign_flip_of_many_samples_is_near_the_t_test() -> None:
     for seed in range(5):
         differences = np.random.default_rng(seed).normal(0.2, 1, 80)
         expected = scipy.stats.ttest_1samp(differences, 0).pvalue
-        assert sign_flip(differences) == pytest.approx(expected, abs=0.015)
-    assert 0 < sign_flip(np.full(60, 0.5)) < 1e-4
+        assert flip_signs([differences])[0] == pytest.approx(expected, abs=0.015)
+    assert 0 < flip_signs([np.full(60, 0.5)])[0] < 1e-4
 
 
 def test_p_values_of_equals_are_uniform() -> None:
     """A test that calls too much significant would publish noise: 400 trials, deviation 0.011."""
     rng = np.random.default_rng(0)
-    found = np.array([sign_flip(rng.normal(size=12)) for _ in range(400)])
+    found = np.array([flip_signs([rng.normal(size=12)])[0] for _ in range(400)])
     assert (found <= 0.05).mean() <= 0.05 + 3 * 0.011
 
 
@@ -103,7 +103,7 @@ def test_holm_by_hand() -> None:
 def test_detectable_effect_is_found_in_four_of_five_tries() -> None:
     rng = np.random.default_rng(1)
     spread = rng.normal(size=50)
-    effect = detectable(spread / spread.std(ddof=1), binary=False)
+    effect = detectable_effect(spread / spread.std(ddof=1), binary=False)
     shifted = rng.normal(effect, 1, size=(400, 50))
     found = (scipy.stats.ttest_1samp(shifted, 0, axis=1).pvalue < 0.05).mean()
     assert 0.72 < found < 0.86  # 400 tries have a deviation of 0.02; the normal approximation costs a little
@@ -111,16 +111,16 @@ def test_detectable_effect_is_found_in_four_of_five_tries() -> None:
 
 def test_detectable_effect_of_yes_or_no_needs_six_discordant_samples() -> None:
     assert mcnemar(6, 0) < 0.05 < mcnemar(5, 0)
-    assert detectable(np.zeros(40), binary=True) == 6 / 40
-    assert np.isnan(detectable(np.zeros(5), binary=True))
-    assert np.isnan(detectable(np.zeros(40), binary=False))
-    assert detectable(np.array([1.0, -1.0] * 20), binary=True) > 6 / 40
+    assert detectable_effect(np.zeros(40), binary=True) == 6 / 40
+    assert np.isnan(detectable_effect(np.zeros(5), binary=True))
+    assert np.isnan(detectable_effect(np.zeros(40), binary=False))
+    assert detectable_effect(np.array([1.0, -1.0] * 20), binary=True) > 6 / 40
 
 
 def test_paired_with_the_full_cache_and_a_lower_is_better_metric(tmp_path: Path) -> None:
     rows = [row("full", None, f"s{i}", metrics={"nll": 1.0}) for i in range(4)]
     rows += [row("knorm", b, f"s{i}", metrics={"nll": 1.0 + i / b}) for b in (2, 4) for i in range(4)]
-    found = paired(frame_of(tmp_path, rows), "full", "nll")
+    found = compare_pairs(frame_of(tmp_path, rows), "full", "nll")
     assert found["budget"].tolist() == [2, 4]
     assert found["difference"].tolist() == [0.75, 0.375]
     assert found[["win", "tie", "loss"]].to_numpy().tolist() == [[0, 1, 3], [0, 1, 3]]
@@ -136,13 +136,13 @@ def test_a_policy_without_common_samples_is_not_compared(tmp_path: Path) -> None
 
 def test_paired_refuses_what_it_cannot_pair(tmp_path: Path) -> None:
     rows = frame_of(tmp_path, [row("knorm", 64), row("tova", 64), row("tova", 64, pins=[4, 0])])
-    for asked in (paired, compare):
+    for asked in (compare_pairs, compare):
         with pytest.raises(UnknownName, match="knorm, tova"):
-            asked(rows, "snapkv", "accuracy" if asked is paired else None)  # type: ignore[arg-type]
+            asked(rows, "snapkv", "accuracy" if asked is compare_pairs else None)  # type: ignore[arg-type]
     with pytest.raises(UnknownName, match="unknown metric 'ppl'"):
         compare(rows, "tova", ["ppl"])
     with pytest.raises(BadInput, match="several configurations"):
-        paired(rows, "tova", "accuracy")
+        compare_pairs(rows, "tova", "accuracy")
 
 
 # Seeds
@@ -166,8 +166,8 @@ def test_one_sample_under_three_seeds_is_one_sample(tmp_path: Path) -> None:
     numbers = ["mean", "lo", "hi", "n"]
     pd.testing.assert_frame_equal(pooled[numbers], single[numbers])
     base = [seeded("tova", 64, name, seed, 0.0) for name in values for seed in (0, 1, 2)]
-    few = paired(frame_of(tmp_path / "a", one + base[::3]), "tova", "accuracy").iloc[0]
-    many = paired(frame_of(tmp_path / "b", three + base), "tova", "accuracy").iloc[0]
+    few = compare_pairs(frame_of(tmp_path / "a", one + base[::3]), "tova", "accuracy").iloc[0]
+    many = compare_pairs(frame_of(tmp_path / "b", three + base), "tova", "accuracy").iloc[0]
     names = ["difference", "lo", "hi", "n", "win", "tie", "loss", "p"]
     assert many["test"] == "flip"
     assert few["test"] == "mcnemar"  # the same p: with equal values both tests count signs
@@ -184,7 +184,7 @@ def test_a_random_policy_is_averaged_over_seeds_within_a_sample(tmp_path: Path) 
     line = aggregate(frame, ["accuracy"]).set_index("policy").loc["random"]
     assert (line["mean"], line["n"]) == (0.5, 2)
     assert (line["lo"], line["hi"]) == pytest.approx((1 / 3, 2 / 3))  # both samples a, or both b
-    found = paired(frame, "tova", "accuracy").iloc[0]
+    found = compare_pairs(frame, "tova", "accuracy").iloc[0]
     assert (found["n"], found["win"], found["p"], found["test"]) == (2, 2, 0.5, "flip")
 
 
@@ -198,16 +198,14 @@ def test_samples_that_differ_by_seed_are_independent(tmp_path: Path) -> None:
 
 def test_unequal_numbers_of_seeds_pair_where_both_have_rows(tmp_path: Path) -> None:
     rows = [seeded("knorm", 64, "a", seed, 1.0) for seed in (0, 1, 2)] + [seeded("tova", 64, "a", 1, 0.0)]
-    found = paired(frame_of(tmp_path, rows), "tova", "accuracy").iloc[0]
+    found = compare_pairs(frame_of(tmp_path, rows), "tova", "accuracy").iloc[0]
     assert (found["n"], found["difference"], found["seeds"]) == (1, 1.0, "1")
 
 
 def test_families_that_collide_or_are_missing_do_not_mix(tmp_path: Path) -> None:
     """Two data files give the same seed and sample twice; rows of older runs have no family."""
-    twice = [
-        seeded("knorm", 64, "a", 0, 1.0),
-        replace(seeded("knorm", 64, "a", 0, 0.0), key="k", config="c"),
-    ]
+    one, other = seeded("knorm", 64, "a", 0, 1.0), seeded("knorm", 64, "a", 0, 0.0)
+    twice = [one, replace(other, key="k", config="c")]
     assert sorted(aggregate(frame_of(tmp_path / "a", twice), ["accuracy"])["mean"]) == [0.0, 1.0]
     old = [row("knorm", 64, seed=seed, metrics={"accuracy": float(seed)}) for seed in (0, 1)]
     assert sorted(aggregate(frame_of(tmp_path / "b", old), ["accuracy"])["mean"]) == [0.0, 1.0]
@@ -315,17 +313,18 @@ def test_chunks_of_two_sizes_are_compared_with_one_shot_each(tmp_path: Path) -> 
     assert frame[["chunk", "difference", "loss"]].to_numpy().tolist() == [[128, -1.0, 3], [256, 0.0, 0]]
 
 
-def test_every_pair_says_what_paired_says(tmp_path: Path) -> None:
+def test_all_pairs_say_what_pairs_with_a_baseline_say(tmp_path: Path) -> None:
     rows = read_rows(make_run(tmp_path / "run", samples=14))
-    own = prepared(rows)
-    own = own[own["task"] == "boolq"].assign(curve=lambda frame: frame["policy"])
-    specs = list(dict.fromkeys(own.sort_index()["policy"]))
+    own = prepare_rows(rows)
+    own = own[own["task"] == "boolq"].assign(curve=lambda frame: frame["spec"])
+    specs = list(dict.fromkeys(own.sort_index()["spec"]))
     for metric in ("accuracy", "kl"):
-        frame = every_pair(own, metric)
+        frame = compare_all(own, metric)
         assert len(frame) == 5 * len(specs) * (len(specs) - 1) / 2
         for baseline in ("tova", "full"):
             mine = frame[frame["baseline"] == baseline].set_index(["policy", "budget"])
-            there = paired(rows[rows["task"] == "boolq"], baseline, metric).set_index(["policy", "budget"])
+            there = compare_pairs(rows[rows["task"] == "boolq"], baseline, metric)
+            there = there.set_index(["policy", "budget"])
             assert len(mine) >= 5
             for name in ("mean", "difference", "lo", "hi", "n", "win", "tie", "loss", "p", "detectable"):
                 assert mine[name].tolist() == there.loc[mine.index, name].tolist(), name
@@ -342,3 +341,10 @@ def test_perplexity_is_compared_by_what_samples_add_to_it(tmp_path: Path) -> Non
     frame = compare(frame_of(tmp_path, rows), "tova", tasks={"boolq": {"metric": "ppl"}})
     assert set(frame["metric"]) == {"nll"}
     assert frame["difference"].tolist() == [0.5]
+
+
+def test_signs_are_shared_and_change_no_p() -> None:
+    """Items tested together have the p-values that they have alone."""
+    rng = np.random.default_rng(5)
+    items = [rng.normal(0.2, 1, size=n) for n in (40, 9, 40, 15, 9)] + [np.zeros(7)]
+    assert flip_signs(items) == [flip_signs([item])[0] for item in items]

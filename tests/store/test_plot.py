@@ -15,12 +15,13 @@ from matplotlib.figure import Figure
 from kvbench.contract import metrics
 from kvbench.contract.metrics import METRICS, Metric
 from kvbench.errors import UnknownName
-from kvbench.show.plot import figure, plot
-from kvbench.show.style import GREY, styles
+from kvbench.show.chart import chart_of
+from kvbench.show.plot import draw_figure, plot
+from kvbench.show.style import GREY, assign_styles
 from kvbench.show.table import render
 from kvbench.stats.aggregate import aggregate
-from kvbench.stats.compare import paired
-from kvbench.stats.panels import panels
+from kvbench.stats.compare import compare_pairs
+from kvbench.stats.panels import split_panels
 from kvbench.store.frame import metrics_of
 from kvbench.store.results import Store, read_rows
 from tests.store.synthetic import BUDGETS, POLICIES, STYLE, make_run, row
@@ -32,9 +33,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def draw(rows: pd.DataFrame, metric: str, panel: int = 0) -> Figure:
-    setting, lines = panels(aggregate(rows, [metric]))[panel]
-    lines = lines[lines["n"] > 0]
-    return figure(lines, setting, styles([*POLICIES, "full"], STYLE))
+    _, lines = split_panels(aggregate(rows, [metric]))[panel]
+    chart = chart_of(lines[lines["n"] > 0], assign_styles([*POLICIES, "full"], STYLE))
+    return draw_figure(chart, ["a heading"])
 
 
 def test_every_policy_has_its_curve(run: Path) -> None:
@@ -75,6 +76,17 @@ def test_files_are_named_by_task_and_metric_and_are_deterministic(run: Path, tmp
     assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
     assert b"<dc:date>" not in files[1].read_bytes()
     assert dict(matplotlib.rcParams) == before
+    several = plot(run, "accuracy,kl", out=tmp_path / "several", workers=2)  # in processes of their own
+    assert several[:3] == [tmp_path / "several" / file.name for file in files]
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in several[:3]]
+
+
+def test_a_figure_looks_the_same_under_any_global_settings(run: Path, tmp_path: Path) -> None:
+    files = plot(run, "kl", out=tmp_path / "plain")
+    own = {"font.size": 7, "font.family": "serif", "axes.spines.top": False, "svg.fonttype": "none"}
+    with matplotlib.rc_context(own):
+        again = plot(run, "kl", out=tmp_path / "changed")
+    assert [file.read_bytes() for file in files] == [file.read_bytes() for file in again]
 
 
 def test_without_a_metric_the_main_one_and_those_beside_it(
@@ -114,7 +126,7 @@ def test_a_stored_metric_keeps_its_unit_and_its_name_becomes_a_file(tmp_path: Pa
     assert (lines["unit"][0], metrics_of(lines)) == ("0..1", metrics_of(rows))
     assert "lower is better" in render(lines)
     assert "0.50" in render(lines)  # in the precision of its unit
-    assert paired(rows, "full", name)["loss"].tolist() == [1]
+    assert compare_pairs(rows, "full", name)["loss"].tolist() == [1]
     assert plot(tmp_path, name)[0].name == "boolq-exact_strict.png"
     assert name not in METRICS  # reading changes nothing that another run would see
     assert name not in metrics.dump_metrics()
@@ -134,12 +146,12 @@ def test_small_runs_can_be_drawn(tmp_path: Path, budgets: tuple[int, ...], sampl
 
 def test_a_policy_looks_the_same_whatever_else_was_run() -> None:
     few, many = (
-        styles(["kvp", "knorm"], {}),
-        styles(["knorm", "kvp", "random"], {"random": {"bracket": "lower"}}),
+        assign_styles(["kvp", "knorm"], {}),
+        assign_styles(["knorm", "kvp", "random"], {"random": {"bracket": "lower"}}),
     )
     assert few == {name: many[name] for name in few}
     declared = {"kvp": {"color": "crimson"}, "kvp:lr=1": {"color": "crimson"}}
-    found = styles(["kvp:lr=1", "kvp"], declared)
+    found = assign_styles(["kvp:lr=1", "kvp"], declared)
     assert found["kvp"].color == "crimson"
     assert found["kvp:lr=1"].color != "crimson"
 

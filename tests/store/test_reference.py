@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvbench.audit.verify import verify
-from kvbench.contract.metrics import metric
-from kvbench.show.table import number
+from kvbench.contract.metrics import METRICS
+from kvbench.show.words import number
 from kvbench.stats.aggregate import aggregate
 from kvbench.store.results import ROWS, read_rows
 
@@ -40,9 +40,8 @@ def test_the_table_in_the_readme_is_the_committed_runs() -> None:
         assert len(mine), label
         for budget, cell in zip(budgets, cells, strict=True):
             found = mine if policy == "full" else mine[mine["budget"] == budget]
-            mean, low, high = (
-                number(found[name].iloc[0], metric("string_match")) for name in ("mean", "lo", "hi")
-            )
+            values = [found[name].iloc[0] for name in ("mean", "lo", "hi")]
+            mean, low, high = (number(value, METRICS["string_match"]) for value in values)
             assert cell == (mean if low == high else f"{mean} [{low},{high}]"), (label, budget)
             checked += 1
     assert checked >= 10 * len(budgets)

@@ -10,11 +10,12 @@ import pandas as pd
 
 from ...contract.metrics import Metric
 from ...stats.compare import CHOICE
-from ...stats.panels import short
+from ...stats.panels import shorten
 from ...stats.significance import ALPHA, holm
 from ..footnotes import majority
-from ..table import number
-from .panel import NOISE, Panel, words
+from ..panel import Panel
+from ..scale import NOISE
+from ..words import enumerate_words, number, spaced
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ def mean_text(line: pd.Series, metric: Metric) -> str:
 
 def doubts(panel: Panel, metric: str, bests: Sequence[Best]) -> list[str]:
     """Why this metric may not tell the policies apart, each in a sentence; empty where it does."""
-    found, name = [], _name(metric)
+    found, name = [], spaced(metric)
     rate = majority(panel.measured) if metric in CHOICE else None
     if rate is not None:
         lines = panel.of(metric)
@@ -129,7 +130,7 @@ def ahead_of_full(panel: Panel, metric: str) -> list[str]:
     if ahead.empty:
         return []
     listed = "; ".join(
-        f"{words([short(label) for label in part['policy']])} at {budget}"
+        f"{enumerate_words([shorten(label) for label in part['policy']])} at {budget}"
         for budget, part in ahead.groupby("budget")
     )
     return [
@@ -141,23 +142,20 @@ def ahead_of_full(panel: Panel, metric: str) -> list[str]:
 def answer(bests: Sequence[Best], metric: str) -> str:
     """The best policy at each budget, as one sentence."""
     if not bests:
-        return f"There are no two policies to compare by {_name(metric)}."
+        return f"There are no two policies to compare by {spaced(metric)}."
     parts = []
-    for told, group in groupby(bests, key=_told):
-        parts.append(f"{told} at {words([best.budget for best in group])}")
-    return f"Best by {_name(metric)}: {'; '.join(parts)}."
+    for text, group in groupby(bests, key=_answer_at):
+        parts.append(f"{text} at {enumerate_words([best.budget for best in group])}")
+    return f"Best by {spaced(metric)}: {'; '.join(parts)}."
 
 
-def _told(best: Best) -> str:
+def _answer_at(best: Best) -> str:
     count = len(best.leaders) + len(best.tied) + len(best.rest)
     if best.open:
         return f"none of the {count} policies stands out"
-    leaders = words([short(label) for label in best.leaders])
+    leaders = enumerate_words([shorten(label) for label in best.leaders])
     if not best.tied:
         return leaders
-    tied = words([short(label) for label in best.tied]) if len(best.tied) <= 3 else f"{len(best.tied)} others"
+    few = len(best.tied) <= 3
+    tied = enumerate_words([shorten(label) for label in best.tied]) if few else f"{len(best.tied)} others"
     return f"{leaders} (not separated from {tied})"
-
-
-def _name(metric: str) -> str:
-    return metric.replace("_", " ")

@@ -1,43 +1,44 @@
-"""The curves of one metric as numbers for an inline SVG, and the table that says the same."""
+"""Charts of a page: what `show.chart` says, in the pixels of an inline SVG, and the table that says the same.
+
+Figures of matplotlib are not put into the page: here a curve can be switched off, has a dark colour too, and
+is a few hundred bytes.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-import pandas as pd
-
-from ...contract.metrics import Metric, describe
-from ...stats.compare import CHOICE
-from ...store.frame import metrics_of
-from ..footnotes import majority
+from ...contract.metrics import Metric
+from ...stats.bootstrap import Floats
+from ..chart import BUDGET, Chart, Curve, Level, chart_of
+from ..panel import Panel
+from ..scale import Scale, budget_scale, scale_of
 from ..table import pivot
+from ..words import spaced
 from .look import Look
-from .panel import Panel
-from .scale import Scale, budget_scale, scale_of
 
 WIDTH, HEIGHT = 480, 300
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 12, 48
 ROW = 24  # of a chart with one line per policy
 NAMES = 170  # room for the policies' names there
-
-Points = list[tuple[float, float]]
+DOT = 8  # diameter of a marker
 
 
 @dataclass(frozen=True)
 class Mark:
-    """One point. hollow: only pins stay. size: diameter in pixels. told: what it is, in words."""
+    """One point. hollow: only pins stay. size: diameter in pixels. tip: what it is, in words."""
 
     x: float
     y: float
     hollow: bool = False
-    size: float = 8
-    told: str = ""
+    size: float = DOT
+    tip: str = ""
 
 
 @dataclass(frozen=True)
-class Curve:
+class Trace:
     """What is drawn of one label. line, band and edges are the points of an SVG polyline or polygon."""
 
     look: Look
@@ -48,8 +49,8 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class Level:
-    """A horizontal line across the chart. band: (top, height), or None."""
+class Guide:
+    """A horizontal line across the picture. band: (top, height), or None."""
 
     look: Look | None
     y: float
@@ -58,7 +59,7 @@ class Level:
 
 
 @dataclass(frozen=True)
-class Chart:
+class Picture:
     """One figure. x and y: (pixel, text) of the marks on the axes. kind: "curves", "dots" or "cells"."""
 
     ident: str
@@ -68,113 +69,98 @@ class Chart:
     x_label: str
     x: list[tuple[float, str]]
     y: list[tuple[float, str]]
-    curves: list[Curve]
-    levels: list[Level] = field(default_factory=list)
+    traces: list[Trace]
+    guides: list[Guide] = field(default_factory=list)
     height: float = HEIGHT
     left: float = LEFT
     header: list[str] = field(default_factory=list)
     body: list[list[str]] = field(default_factory=list)
 
 
-def chart_of(panel: Panel, metric: str, looks: dict[str, Look], ident: str) -> Chart:
+def picture_of(panel: Panel, metric: str, looks: Mapping[str, Look], ident: str) -> Picture:
     """A metric against the budget, or per policy where the budget makes no difference."""
     lines = panel.of(metric)
-    rest = lines[~lines["label"].isin(panel.full)]
-    constant = rest.groupby("label")["mean"].nunique().max() == 1
-    if rest["budget"].nunique() > 1 and constant:
-        return _dots(panel, metric, looks, ident)
-    return _curves(panel, metric, looks, ident)
+    chart = chart_of(lines, panel.looks)
+    draw = _draw_dots if chart.constant else _draw_curves
+    return draw(chart, looks, ident, *pivot(lines, metric))
 
 
-def _curves(panel: Panel, metric: str, looks: dict[str, Look], ident: str) -> Chart:
-    lines = panel.of(metric)
-    rate = majority(lines) if metric in CHOICE else None
-    y = _values_scale(lines, metric, (HEIGHT - BOTTOM, TOP), [rate[0]] if rate else [])
-    x = budget_scale(panel.budgets or [1], (LEFT, WIDTH - RIGHT))
-    drawn = [label for label in panel.order if label not in panel.full and (lines["label"] == label).any()]
-    curves = []
-    for place, label in enumerate(drawn):
-        mine = lines[lines["label"] == label].sort_values("budget")
-        shift = 0.0 if len(panel.budgets) > 1 else (place - (len(drawn) - 1) / 2) * 24
-        curves.append(_curve(mine, looks[label], x, y, shift))
-    levels = [_full(line, looks[line["label"]], y) for _, line in lines.iterrows() if pd.isna(line["budget"])]
-    if rate is not None:
-        levels.append(Level(None, y.at(rate[0]), f"majority rate {rate[0]:.2f}"))
-    header, body = pivot(lines, metric)
-    about = panel.about(metric)
-    return Chart(
-        ident, "curves", about.name.replace("_", " "), _unit(about),
-        "budget (KV pairs per KV head per layer)", x.marks if panel.budgets else [], y.marks, curves, levels,
-        header=header, body=body,
+def _draw_curves(
+    chart: Chart, looks: Mapping[str, Look], ident: str, header: list[str], body: list[list[str]]
+) -> Picture:
+    y = _value_scale(chart.values, chart.metric, (HEIGHT - BOTTOM, TOP))
+    x = budget_scale(chart.budgets or [1], (LEFT, WIDTH - RIGHT))
+    traces = []
+    for place, curve in enumerate(chart.curves):
+        shift = 0.0 if len(chart.budgets) > 1 else (place - (len(chart.curves) - 1) / 2) * ROW
+        traces.append(_trace(curve, looks[curve.label], x, y, shift))
+    guides = [_guide(level, looks, y) for level in chart.levels]
+    return Picture(
+        ident, "curves", spaced(chart.metric.name), _unit(chart.metric), BUDGET,
+        x.marks if chart.budgets else [], y.marks, traces, guides, header=header, body=body,
     )  # fmt: skip
 
 
-def _curve(mine: pd.DataFrame, look: Look, x: Scale, y: Scale, shift: float) -> Curve:
-    budgets = [x.at(float(budget)) + shift for budget in mine["budget"]]
-    middle, low, high = (
-        [y.at(value) if math.isfinite(value) else math.nan for value in mine[name]]
-        for name in ("mean", "lo", "hi")
-    )
+def _trace(curve: Curve, look: Look, x: Scale, y: Scale, shift: float) -> Trace:
+    places = [x.at(float(budget)) + shift for budget in curve.budgets]
+    single = len(places) == 1
     marks = tuple(
-        Mark(place, height, bool(pinned), 0 if look.bound else 8)
-        for place, height, pinned in zip(budgets, middle, mine["only_pins"], strict=True)
+        Mark(place, y.at(mean), bool(pinned), 0 if look.bound and not single else DOT)
+        for place, mean, pinned in zip(places, curve.mean, curve.pinned, strict=True)
     )
-    line = _points(list(zip(budgets, middle, strict=True)))
-    sides = [
-        [(place, value) for place, value in zip(budgets, ends, strict=True) if math.isfinite(value)]
-        for ends in (low, high)
-    ]
-    if len(budgets) == 1:
-        bars = [
-            _points([(place, top), (place, bottom)]) for (place, top), (_, bottom) in zip(*sides, strict=True)
-        ]
-        return Curve(look, tuple(Mark(m.x, m.y, m.hollow, 8) for m in marks), "", "", tuple(bars))
-    return Curve(look, marks, line, _points(sides[0] + sides[1][::-1]), tuple(map(_points, sides)))
+    low, high = (_ends(places, ends, y) for ends in (curve.low, curve.high))
+    if single:
+        return Trace(look, marks, edges=tuple(_points([*pair]) for pair in zip(low, high, strict=True)))
+    line = _points([(mark.x, mark.y) for mark in marks])
+    return Trace(look, marks, line, _points(low + high[::-1]), (_points(low), _points(high)))
 
 
-def _full(line: pd.Series, look: Look, y: Scale) -> Level:
+def _ends(places: Sequence[float], values: Floats, y: Scale) -> list[tuple[float, float]]:
+    """Where intervals end, without those that are not there."""
+    return [(place, y.at(value)) for place, value in zip(places, values, strict=True) if math.isfinite(value)]
+
+
+def _guide(level: Level, looks: Mapping[str, Look], y: Scale) -> Guide:
+    if level.style is None:
+        return Guide(None, y.at(level.mean), f"{level.name} {level.mean:.2f}")
     band = None
-    if math.isfinite(line["lo"]) and line["lo"] < line["hi"]:
-        top, bottom = y.at(line["hi"]), y.at(line["lo"])
+    if level.has_band:
+        top, bottom = y.at(level.high), y.at(level.low)
         band = (top, round(bottom - top, 2))
-    return Level(look, y.at(line["mean"]), "full cache", band)
+    return Guide(looks[level.label], y.at(level.mean), level.name, band)
 
 
-def _dots(panel: Panel, metric: str, looks: dict[str, Look], ident: str) -> Chart:
+def _draw_dots(
+    chart: Chart, looks: Mapping[str, Look], ident: str, header: list[str], body: list[list[str]]
+) -> Picture:
     """One line per policy, the best on top: its mean with its interval."""
-    lines = panel.of(metric).drop_duplicates("label")
-    lines = lines.sort_values("mean", ascending=panel.about(metric).better == "lower", kind="stable")
-    bottom = TOP + ROW * len(lines)
-    x = _values_scale(lines, metric, (NAMES, WIDTH - RIGHT), [])
-    curves, names = [], []
-    for place, (_, line) in enumerate(lines.iterrows()):
+    dots = [(c.label, c.mean[0], c.low[0], c.high[0]) for c in chart.curves]
+    dots += [(level.label, level.mean, level.low, level.high) for level in chart.levels if level.style]
+    dots.sort(key=lambda dot: dot[1] if chart.metric.better == "lower" else -dot[1])
+    x = _value_scale(chart.values, chart.metric, (NAMES, WIDTH - RIGHT))
+    traces, names = [], []
+    for place, (label, mean, *ends) in enumerate(dots):
         height = TOP + ROW * (place + 0.5)
-        ends = [(x.at(line[end]), height) for end in ("lo", "hi") if math.isfinite(line[end])]
-        look = looks[line["label"]]
-        curves.append(Curve(look, (Mark(x.at(line["mean"]), height, False, 8),), "", "", (_points(ends),)))
-        names.append((height, look.text))
-    header, body = pivot(panel.of(metric), metric)
-    about = panel.about(metric)
-    return Chart(
-        ident, "dots", about.name.replace("_", " "), f"{_unit(about)}; the same at every budget", "",
-        x.marks, names, curves, height=bottom + BOTTOM - 20, left=NAMES, header=header, body=body,
+        line = _points([(x.at(end), height) for end in ends if math.isfinite(end)])
+        traces.append(Trace(looks[label], (Mark(x.at(mean), height),), edges=(line,)))
+        names.append((height, looks[label].text))
+    bottom = TOP + ROW * len(dots)
+    return Picture(
+        ident, "dots", spaced(chart.metric.name), f"{_unit(chart.metric)}; the same at every budget", "",
+        x.marks, names, traces, height=bottom + BOTTOM - 20, left=NAMES, header=header, body=body,
     )  # fmt: skip
 
 
-def _values_scale(
-    lines: pd.DataFrame, metric: str, pixels: tuple[float, float], more: Sequence[float]
-) -> Scale:
+def _value_scale(values: Sequence[float], metric: Metric, pixels: tuple[float, float]) -> Scale:
     """The axis of a metric; logarithmic only where less is better: there small values are what counts."""
-    about = describe(metric, metrics_of(lines))
-    values = [float(v) for name in ("mean", "lo", "hi") for v in lines[name] if math.isfinite(v)]
-    return scale_of([*values, *more], pixels, about.limits, may_log=about.better != "higher")
+    return scale_of(values, pixels, metric.limits, may_log=metric.better != "higher")
 
 
-def _unit(about: Metric) -> str:
-    """Unit, direction and meaning."""
-    direction = "" if about.better == "none" else f"{about.better} is better"
-    return ", ".join(part for part in (about.unit, direction) if part)
+def _unit(metric: Metric) -> str:
+    """Unit and direction."""
+    direction = "" if metric.better == "none" else f"{metric.better} is better"
+    return ", ".join(part for part in (metric.unit, direction) if part)
 
 
-def _points(points: Points) -> str:
+def _points(points: Sequence[tuple[float, float]]) -> str:
     return " ".join(f"{x:g},{y:g}" for x, y in points)

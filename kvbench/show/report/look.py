@@ -10,14 +10,12 @@ from typing import Any
 from matplotlib.colors import to_hex, to_rgb
 from matplotlib.markers import MarkerStyle
 
-from ...contract.cell import FULL
-from ...stats.panels import short
-from ..style import LOWER, UPPER, Style
+from ..chart import display_name
+from ..style import BOUND_MARKERS, Style
 
 DARK = (0.078, 0.086, 0.102)  # the dark page
 CONTRAST = 4.5  # of lines on the dark page, as text should have
 DASHES = {"-": "", "--": "6 3.5", ":": "1.5 3", "-.": "7 3 1.5 3"}
-BOUNDS = {"-": "|", UPPER: "+", LOWER: "x"}  # markers of the full cache and the brackets, as in figures
 LINES = {
     "|": "M0-.5V.5", "+": "M-.5 0H.5M0-.5V.5", "x": "M-.4-.4L.4 .4M-.4 .4L.4-.4",
     "o": "M-.5 0a.5 .5 0 1 0 1 0a.5 .5 0 1 0-1 0Z",
@@ -41,16 +39,17 @@ class Look:
     bound: bool
 
 
-def looks(labels: Sequence[str], styles: Mapping[str, Style]) -> dict[str, Look]:
+def assign_looks(labels: Sequence[str], styles: Mapping[str, Style]) -> dict[str, Look]:
     """A look for every label, in this order."""
     return {label: _look(key, label, styles[label]) for key, label in enumerate(labels)}
 
 
 def _look(key: int, label: str, style: Style) -> Look:
-    text = "full cache" if label == FULL else short(label)
-    shape = outline(style.marker or BOUNDS[style.line])
-    colors = style.color.lower(), on_dark(style.color)
-    return Look(key, label, text, *colors, DASHES[style.line], shape, style.width, not style.marker)
+    shape = outline(style.marker or BOUND_MARKERS.get(style.line, "|"))
+    colors = style.color.lower(), brighten(style.color)
+    return Look(
+        key, label, display_name(label), *colors, DASHES[style.line], shape, style.width, not style.marker
+    )
 
 
 @cache
@@ -64,7 +63,7 @@ def outline(marker: str) -> str:
     return "M" + "L".join(f"{round(x, 3):g} {round(-y, 3):g}" for x, y in points[:-1]) + "Z"
 
 
-def on_dark(color: str) -> str:
+def brighten(color: str) -> str:
     """The colour, mixed with white until it is bright enough for the dark page."""
     red, green, blue = to_rgb(color)
     for white in (step / 20 for step in range(20)):

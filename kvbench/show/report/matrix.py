@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...contract.metrics import Metric
-from ...stats.panels import short
+from ...stats.panels import shorten
 from ...stats.significance import ALPHA
-from ..comparison_table import probability, signed
-from .panel import NOISE, Panel
+from ..panel import Panel
+from ..scale import NOISE
+from ..words import probability, sample_count, signed
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,10 @@ def matrices(panel: Panel, metric: str) -> list[Matrix]:
             one, other = line["policy"], line["baseline"]
             cells[one, other] = _entry(line, about, 1)
             cells[other, one] = _entry(line, about, -1)
-        rows = [(short(label), [cells.get((label, other)) for other in labels]) for label in labels]
-        counts = sorted(set(lines["n"]))
-        n = str(counts[0]) if len(counts) == 1 else f"{counts[0]} to {counts[-1]}"
+        rows = [(shorten(label), [cells.get((label, other)) for other in labels]) for label in labels]
         separated = sum(entry.verdict == "better" for entry in cells.values())
-        found.append(Matrix(budget, [short(x) for x in labels], rows, len(lines), separated, n))
+        n = sample_count(lines["n"])
+        found.append(Matrix(budget, [shorten(x) for x in labels], rows, len(lines), separated, n))
     return found
 
 

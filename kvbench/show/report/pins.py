@@ -12,11 +12,11 @@ from ...contract.cell import FULL
 from ...contract.metrics import Metric, describe
 from ...errors import BadInput
 from ...stats.compare_rules import compare_rules
-from ...stats.panels import SETTING, short
+from ...stats.panels import SETTING, shorten
 from ...store.frame import metrics_of
-from ..comparison_table import probability, signed
 from ..footnotes import pins_total
-from .panel import Panel
+from ..panel import Panel
+from ..words import probability, signed
 
 SAME = [name for name in SETTING if name != "pins_mode"]
 
@@ -43,7 +43,7 @@ class Effect:
     same: list[str]
 
 
-def shares(panels: Sequence[Panel]) -> list[Shares]:
+def share_pins(panels: Sequence[Panel]) -> list[Shares]:
     """Per rule of pins, what each policy keeps for sure."""
     if not panels:
         return []
@@ -57,18 +57,20 @@ def shares(panels: Sequence[Panel]) -> list[Shares]:
             policy, pins = str(own["policy"].iloc[0]), str(own["pins"].iloc[0])
             there = {int(budget) for budget in own["budget"]}
             total = pins_total(pins)
-            rows.append((short(policy), _told(pins), [total / b if b in there else None for b in budgets]))
+            rows.append(
+                (shorten(policy), _describe(pins), [total / b if b in there else None for b in budgets])
+            )
         found.append(Shares(str(rule), budgets, rows))
     return found
 
 
-def _told(pins: str) -> str:
+def _describe(pins: str) -> str:
     first, last = pins.split(",")
     parts = [f"{word} {count}" for word, count in (("first", first), ("last", last)) if count != "0"]
     return ", ".join(parts) or "none"
 
 
-def effects(rows: pd.DataFrame, panels: Sequence[Panel]) -> tuple[list[Effect], str]:
+def compare_pins(rows: pd.DataFrame, panels: Sequence[Panel]) -> tuple[list[Effect], str]:
     """Where the same was run with native pins and under another rule: what that changes (`compare_rules`).
 
     rows: as `read_rows` gives them. Also returns why there is nothing to compare, or "".
@@ -98,9 +100,9 @@ def _effect(part: pd.DataFrame, alike: Sequence[str]) -> Effect:
     rows, metric = [], describe(first["metric"], metrics_of(part))
     for policy, own in lines.groupby("policy", sort=False):
         cells = {int(line["budget"]): _cell(line, metric) for line in own.to_dict("records")}
-        rows.append([short(str(policy)), *(cells.get(budget, "") for budget in budgets)])
+        rows.append([shorten(str(policy)), *(cells.get(budget, "") for budget in budgets)])
     title = f"{first['task']}, {metric.label}: pins {first['pins_mode']} minus native pins"
-    return Effect(title, budgets, rows, [short(policy) for policy in alike])
+    return Effect(title, budgets, rows, [shorten(policy) for policy in alike])
 
 
 def _cell(line: Mapping[Any, Any], metric: Metric) -> str:

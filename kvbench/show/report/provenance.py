@@ -10,9 +10,9 @@ from typing import Any
 
 import pandas as pd
 
-from ...stats.panels import short
+from ...stats.panels import shorten
 from ...store.manifest import MANIFEST, read_manifest
-from ..plot import home
+from ..panel import run_folder
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Source:
     again: list[str]
 
 
-def sources(paths: Sequence[Path], names: Sequence[str], rows: pd.DataFrame) -> list[Source]:
+def describe_sources(paths: Sequence[Path], names: Sequence[str], rows: pd.DataFrame) -> list[Source]:
     """What the manifest of each run says, and the samples without a result. rows: with `run` as in names."""
     return [_source(path, name, rows[rows["run"] == name]) for path, name in zip(paths, names, strict=True)]
 
 
 def _source(path: Path, name: str, rows: pd.DataFrame) -> Source:
-    folder = home(path)
+    folder = run_folder(path)
     manifest = read_manifest(folder) if (folder / MANIFEST).is_file() else {}
     counts = rows["status"].value_counts()
     facts = [
@@ -45,7 +45,7 @@ def _source(path: Path, name: str, rows: pd.DataFrame) -> Source:
     for section in ("fixed", "versions", "machine"):
         facts += [(key.replace("_", " "), value) for key, value in _leaves(manifest.get(section, {}))]
     runs = manifest.get("runs", [])
-    commands = [(str(run.get("command", "")), _took(run)) for run in runs]
+    commands = [(str(run.get("command", "")), _describe_run(run)) for run in runs]
     again = [f"kvbench rerun {shlex.quote(name)}"] if any("settings" in run for run in runs) else []
     return Source(name, facts, _data(manifest), commands, _missing(rows), again)
 
@@ -75,7 +75,7 @@ def _data(manifest: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     ]
 
 
-def _took(run: Mapping[str, Any]) -> str:
+def _describe_run(run: Mapping[str, Any]) -> str:
     parts = [str(run.get("started", ""))]
     if run.get("peak_bytes"):
         parts.append(f"peak memory {_gib(run['peak_bytes'])}")
@@ -95,7 +95,7 @@ def _missing(rows: pd.DataFrame) -> list[tuple[str, str, str, str, int]]:
     budgets: dict[tuple[str, str, str], set[int]] = {}
     for row in rows[rows["status"] != "ok"].to_dict("records"):
         why = f"{row['status']}: {row['reason'] or 'no reason given'}"
-        cause = (str(row["task_spec"]), short(str(row["spec"])), why)
+        cause = (str(row["task_spec"]), shorten(str(row["spec"])), why)
         samples.setdefault(cause, set()).add(row["sample"])
         budgets.setdefault(cause, set()).update([] if pd.isna(row["budget"]) else [int(row["budget"])])
     return [

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pandas as pd
-from scipy import stats
 
 from ...stats.bootstrap import LEVEL, Floats
-from ...stats.panels import short
-from ..table import number
-from .chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Chart, Curve, Mark
+from ...stats.panels import shorten
+from ..panel import Panel
+from ..scale import NOISE, scale_of
+from ..words import enumerate_words, number, spaced
+from .chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Mark, Picture, Trace
 from .look import Look
-from .panel import NOISE, Panel, words
-from .scale import scale_of
 
 ERRORS = ("missed_mass", "eviction_cost")
 RESAMPLES = 2_000
@@ -30,15 +29,15 @@ class Relation:
 
     x: str
     y: str
-    chart: Chart
+    picture: Picture
     text: str
 
 
-def relations(panel: Panel, looks: dict[str, Look], ident: str) -> list[Relation]:
+def relate(panel: Panel, looks: Mapping[str, Look], ident: str) -> list[Relation]:
     """Each eviction error that was measured against the main metric and kl."""
     asked = [(x, y) for x in ERRORS for y in panel.judged if x in panel.metrics and y not in ERRORS]
     return [
-        Relation(x, y, _chart(panel, cells, x, y, looks, f"{ident}{place}"), _text(panel, cells, x, y))
+        Relation(x, y, _draw(panel, cells, x, y, looks, f"{ident}{place}"), _describe(panel, cells, x, y))
         for place, (x, y) in enumerate(asked)
         if len(cells := _cells(panel, x, y))
     ]
@@ -55,13 +54,13 @@ def cells_table(panel: Panel, found: Sequence[Relation]) -> tuple[list[str], lis
     for label in panel.order:
         for budget in panel.budgets:
             values = [means.get((label, budget, name)) for name in names]
-            told = [
+            texts = [
                 "" if value is None else number(value, panel.about(name))
                 for value, name in zip(values, names, strict=True)
             ]
-            if any(told):
-                body.append([short(label), str(budget), *told])
-    return ["policy", "budget", *map(_words, names)], body
+            if any(texts):
+                body.append([shorten(label), str(budget), *texts])
+    return ["policy", "budget", *map(spaced, names)], body
 
 
 def _cells(panel: Panel, x: str, y: str) -> pd.DataFrame:
@@ -74,34 +73,34 @@ def _cells(panel: Panel, x: str, y: str) -> pd.DataFrame:
     return cells[cells["budget"].notna()]
 
 
-def _chart(
-    panel: Panel, cells: pd.DataFrame, x_name: str, y_name: str, looks: dict[str, Look], ident: str
-) -> Chart:
+def _draw(
+    panel: Panel, cells: pd.DataFrame, x_name: str, y_name: str, looks: Mapping[str, Look], ident: str
+) -> Picture:
     """A marker per cell, larger for a larger budget."""
-    beneath, about = panel.about(x_name), panel.about(y_name)
-    x = scale_of(cells["x"].tolist(), (LEFT, WIDTH - RIGHT), beneath.limits)
+    below, about = panel.about(x_name), panel.about(y_name)
+    x = scale_of(cells["x"].tolist(), (LEFT, WIDTH - RIGHT), below.limits)
     y = scale_of(cells["y"].tolist(), (HEIGHT - BOTTOM, TOP), about.limits, about.better != "higher")
-    curves = []
+    traces = []
     for label in panel.order:
         mine = cells[cells["label"] == label].sort_values("budget")
         marks = []
         for cell in mine.to_dict("records"):
-            told = (
-                f"{looks[label].text} at {cell['budget']}: {_words(x_name)} {number(cell['x'], beneath)}, "
-                f"{_words(y_name)} {number(cell['y'], about)}"
+            tip = (
+                f"{looks[label].text} at {cell['budget']}: {spaced(x_name)} {number(cell['x'], below)}, "
+                f"{spaced(y_name)} {number(cell['y'], about)}"
             )
             size = 7 + 6 * panel.budgets.index(int(cell["budget"])) / max(1, len(panel.budgets) - 1)
             at = x.at(cell["x"]), y.at(cell["y"])
-            marks.append(Mark(*at, bool(cell["only_pins"]), round(size, 1), told))
+            marks.append(Mark(*at, bool(cell["only_pins"]), round(size, 1), tip))
         if marks:
-            curves.append(Curve(looks[label], tuple(marks)))
-    return Chart(
-        ident, "cells", f"{_words(y_name)} against {_words(x_name)}", f"{about.better} is better",
-        f"{_words(x_name)} (lower is better)", x.marks, y.marks, curves,
+            traces.append(Trace(looks[label], tuple(marks)))
+    return Picture(
+        ident, "cells", f"{spaced(y_name)} against {spaced(x_name)}", f"{about.better} is better",
+        f"{spaced(x_name)} (lower is better)", x.marks, y.marks, traces,
     )  # fmt: skip
 
 
-def _text(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
+def _describe(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
     """How closely the two go together, over all cells of real policies and within each budget."""
     cells = cells[cells["label"].isin(panel.candidates)].copy()
     cells[["x", "y"]] = (cells[["x", "y"]] / NOISE).round()  # rounding errors have no order
@@ -111,9 +110,9 @@ def _text(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
     if not math.isfinite(rho):
         return f"n = {n} cells ({who}): too few, or all alike, for a rank correlation."
     good = 1 if panel.about(y).better == "lower" else -1  # the sign that "less error, better result" has
-    told = _strength(good * rho, good * low, good * high)
+    strength = _strength(good * rho, good * low, good * high)
     return (
-        f"{told} Spearman's rank correlation is {rho:+.2f} [{low:+.2f},{high:+.2f}] over n = {n} cells "
+        f"{strength} Spearman's rank correlation is {rho:+.2f} [{low:+.2f},{high:+.2f}] over n = {n} cells "
         f"({who}). A larger budget lowers the error and helps the result by itself; {_within(cells)}"
     )
 
@@ -125,7 +124,11 @@ def _within(cells: pd.DataFrame) -> str:
         one = correlation(part["x"].to_numpy(), part["y"].to_numpy()) if len(part) >= LEAST else math.nan
         if math.isfinite(one):
             found.append(f"{one:+.2f} at {budget}")
-    return f"within one budget it is {words(found)}." if found else "within one budget it is not defined."
+    return (
+        f"within one budget it is {enumerate_words(found)}."
+        if found
+        else "within one budget it is not defined."
+    )
 
 
 def _strength(rho: float, low: float, high: float) -> str:
@@ -139,34 +142,27 @@ def _strength(rho: float, low: float, high: float) -> str:
     return f"Less eviction error goes {size} with better results."
 
 
-def correlation(x: Floats, y: Floats) -> float:
-    """Spearman's rank correlation; NaN where one side is all alike."""
-    return float(_ranked(x[None], y[None])[0])
-
-
 def spearman(x: Floats, y: Floats) -> tuple[float, float, float]:
     """The rank correlation with its 95% percentile bootstrap interval over cells; NaN for too few cells."""
     rho = correlation(x, y) if len(x) >= LEAST else math.nan
     if not math.isfinite(rho):
         return math.nan, math.nan, math.nan
+    draws = np.random.default_rng(0).integers(0, len(x), (RESAMPLES, len(x)))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # draws in which one side is all alike have no correlation
-        drawn = stats.bootstrap(
-            (x, y), _ranked, paired=True, vectorized=True, n_resamples=RESAMPLES, method="percentile",
-            rng=np.random.default_rng(0),
-        )  # fmt: skip
-    low, high = np.nanpercentile(drawn.bootstrap_distribution, LEVEL)
+        low, high = np.nanpercentile(_correlate(x[draws], y[draws]), LEVEL)
     return rho, float(low), float(high)
 
 
-def _ranked(x: Floats, y: Floats, axis: int = -1) -> Floats:
-    """Spearman's correlation along the last axis; NaN where a side is all alike."""
-    ranks = [stats.rankdata(side, axis=axis) for side in (x, y)]
-    one, other = (rank - rank.mean(axis=axis, keepdims=True) for rank in ranks)
-    spread = np.sqrt((one**2).sum(axis=axis) * (other**2).sum(axis=axis))
+def correlation(x: Floats, y: Floats) -> float:
+    """Spearman's rank correlation; NaN where one side is all alike."""
+    return float(_correlate(x[None], y[None])[0])
+
+
+def _correlate(x: Floats, y: Floats) -> Floats:
+    """Spearman's correlation of each row (row, n); NaN where a side is all alike."""
+    ranks = [pd.DataFrame(side).rank(axis=1).to_numpy() for side in (x, y)]  # ties share their mean rank
+    one, other = (rank - rank.mean(axis=1, keepdims=True) for rank in ranks)
+    spread = np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1))
     with np.errstate(invalid="ignore"):
-        return np.asarray((one * other).sum(axis=axis) / np.where(spread > 0, spread, np.nan))
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+        return np.asarray((one * other).sum(axis=1) / np.where(spread > 0, spread, np.nan))

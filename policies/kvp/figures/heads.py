@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvbench.contract.pins import Pins
-from kvbench.engine.order import rank
 from kvbench.errors import BadInput
+from kvbench.learn import rank
 
 
 def ranks(order: Tensor) -> Tensor:

@@ -5,15 +5,24 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import matplotlib
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from kvbench.errors import BadInput
-from kvbench.show.canvas import FONT, GRID, RC, WIDTH, heading, save, short_numbers
-from kvbench.show.figures import REFERENCE, Request, inputs
-from kvbench.show.style import GREY
+from kvbench.show.kit import (
+    FONT,
+    GREY,
+    GRID,
+    REFERENCE,
+    WIDTH,
+    Request,
+    add_axes,
+    add_heading,
+    inputs,
+    new_figure,
+    round_numbers,
+    save,
+)
 
 from ..study import PINS, VARIANTS
 from . import STUDY
@@ -41,20 +50,19 @@ def objectives(asked: Request) -> list[Path]:
     if more:
         raise BadInput(f"figure 'objectives' shows one study, {1 + len(more)} folders were given")
     table = _table(Path(path))
-    with matplotlib.rc_context(RC):
-        fig = Figure(figsize=(WIDTH, 1.6 + 0.33 * len(table)), layout="constrained")
-        for axes, (column, label) in zip(
-            fig.subplots(1, len(COLUMNS), sharey=True), COLUMNS.items(), strict=True
-        ):
-            _dots(axes, table, column, label)
-        heading(
-            fig,
-            [
-                f"training objectives of kvp, and other policies; pins {PINS}; future from the question on",
-                "means over traces and needles, one seed each; the study's table has no intervals",
-            ],
-        )
-    return save(fig, asked.out, "objectives", short_numbers(table), compact=True)
+    fig = new_figure(WIDTH, 1.6 + 0.33 * len(table))
+    for axes, (column, label) in zip(
+        add_axes(fig, 1, len(COLUMNS), sharey=True)[0], COLUMNS.items(), strict=True
+    ):
+        _dots(axes, table, column, label)
+    add_heading(
+        fig,
+        [
+            f"training objectives of kvp, and other policies; pins {PINS}; future from the question on",
+            "means over traces and needles, one seed each; the study's table has no intervals",
+        ],
+    )
+    return save(fig, asked.out, "objectives", round_numbers(table), compact=True)
 
 
 def _table(path: Path) -> pd.DataFrame:

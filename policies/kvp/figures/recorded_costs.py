@@ -13,13 +13,21 @@ import pandas as pd
 from kvbench.contract.look import style_of
 from kvbench.contract.registry import spec_of
 from kvbench.errors import BadInput
+from kvbench.learn import progress
 from kvbench.learn.ranked import RecordedRanker, boundary
 from kvbench.learn.trace import TraceSet
-from kvbench.show.figures import TRACES, Request, inputs
-from kvbench.show.style import Style, styles
-from kvbench.stats.bootstrap import Floats, Measured, intervals, measured
-from kvbench.stats.panels import short
-from kvbench.study.progress import progress
+from kvbench.show.kit import (
+    TRACES,
+    Estimate,
+    Floats,
+    Request,
+    Style,
+    assign_styles,
+    bootstrap_intervals,
+    inputs,
+    pool_rows,
+    shorten,
+)
 
 from .heads import budget_costs, find_head, head_name, missed_masses
 
@@ -56,7 +64,7 @@ def rank_folders(asked: Request, name: str, specs: Sequence[str]) -> tuple[list[
     for path in inputs(asked, name, TRACES, [], HINT):
         traces = TraceSet(path)
         ranker = RecordedRanker.open(traces, specs, asked.pins or "none")
-        looks = styles(ranker.specs, style_of(ranker.policies))
+        looks = assign_styles(ranker.specs, style_of(ranker.policies))
         found.append(_costs(ranker, asked))
     return found, looks
 
@@ -70,7 +78,7 @@ def _costs(ranker: RecordedRanker, asked: Request) -> Costs:
         folder=traces.folder.name,
         title=f"{traces.header['model']}, future from the question on, pins {ranker.pins}",
         samples=[trace.info.id for trace in chosen],
-        names={spec: short(spec) for spec in ranker.specs},
+        names={spec: shorten(spec) for spec in ranker.specs},
         upper=next((spec_of(policy) for policy in ranker.policies if policy.bracket == "upper"), None),
     )
     totals: dict[str, list[Floats]] = {}
@@ -79,8 +87,9 @@ def _costs(ranker: RecordedRanker, asked: Request) -> Costs:
             (one,) = ranker.rank(trace, boundary(trace))
             for spec, order in one.orders.items():
                 every = budget_costs(order, one.utility)
-                costs.budget.setdefault(spec, []).append(averaged(every.numpy()))
-                costs.missed.setdefault(spec, []).append(averaged(missed_masses(order, one.utility).numpy()))
+                costs.budget.setdefault(spec, []).append(average_points(every.numpy()))
+                missed = missed_masses(order, one.utility).numpy()
+                costs.missed.setdefault(spec, []).append(average_points(missed))
                 totals.setdefault(spec, []).append(every.sum(-1).numpy())
             advance(trace.info.task)
     costs.totals.update({spec: np.stack(each) for spec, each in totals.items()})
@@ -94,7 +103,7 @@ def budget_edges(longest: int) -> list[int]:
     return [int(edge) for edge in np.unique(np.round(2.0**powers).astype(int))]
 
 
-def averaged(costs: Floats) -> Floats:
+def average_points(costs: Floats) -> Floats:
     """Means over the budgets of each point that all belong to it. (..., n) -> (..., point)."""
     edges = budget_edges(costs.shape[-1])
     sums = np.add.reduceat(costs[..., : edges[-1] - 1], np.array(edges[:-1]) - 1, axis=-1)
@@ -113,10 +122,10 @@ def by_budget(costs: Costs, head: str | None, wanted: Sequence[str]) -> pd.DataF
     )
     least = missed[costs.upper] if costs.upper else None
     lines: list[dict[str, Any]] = []
-    items: list[Measured] = []
+    items: list[Estimate] = []
     for spec in budget:
         total = float(np.mean([_of_head(part[..., None], head) for part in costs.totals[spec]]))
-        told = {"traces": costs.folder, "policy": costs.names[spec], "spec": spec, "eviction_cost": total}
+        line = {"traces": costs.folder, "policy": costs.names[spec], "spec": spec, "eviction_cost": total}
         quantities: dict[str, tuple[list[Floats], list[Floats] | None]] = {
             "budget_cost": (budget[spec], None),
             "missed_mass": (missed[spec], None),
@@ -125,8 +134,8 @@ def by_budget(costs: Costs, head: str | None, wanted: Sequence[str]) -> pd.DataF
         for quantity in wanted:
             values, weights = quantities[quantity]
             for span, item in _points(costs.samples, values, weights):
-                numbers = {"mean": item.estimate, "n": len(item.samples)}
-                lines.append({**told, "quantity": quantity, **span, **numbers})
+                numbers = {"mean": item.value, "n": len(item.samples)}
+                lines.append({**line, "quantity": quantity, **span, **numbers})
                 items.append(item)
     return _with_bounds(lines, items)
 
@@ -138,7 +147,7 @@ def _of_head(part: Floats, head: str | None) -> Floats:
 
 def _points(
     samples: Sequence[str], values: Sequence[Floats], weights: Sequence[Floats] | None
-) -> list[tuple[dict[str, float], Measured]]:
+) -> list[tuple[dict[str, float], Estimate]]:
     """Every point with its budgets. values, weights: per trace (point,)."""
     found = []
     longest = max(len(part) for part in values)
@@ -147,7 +156,7 @@ def _points(
         if 2 * len(long) < len(values):
             break
         under = np.array([weights[i][point] for i in long]) if weights else None
-        item = measured([samples[i] for i in long], np.array([values[i][point] for i in long]), under)
+        item = pool_rows([samples[i] for i in long], np.array([values[i][point] for i in long]), under)
         found.append(({"budget": (low + high - 1) / 2, "first_budget": low, "last_budget": high - 1}, item))
     return found
 
@@ -158,13 +167,13 @@ def by_head(costs: Costs) -> pd.DataFrame:
     items = []
     for spec, stacked in costs.totals.items():
         for layer, head in np.ndindex(*stacked.shape[1:]):
-            items.append(measured(costs.samples, stacked[:, layer, head]))
+            items.append(pool_rows(costs.samples, stacked[:, layer, head]))
             names = {"traces": costs.folder, "policy": costs.names[spec], "spec": spec}
             place = {"layer": layer, "head": head, "name": head_name(layer, head)}
-            lines.append({**names, **place, "mean": items[-1].estimate, "n": len(costs.samples)})
+            lines.append({**names, **place, "mean": items[-1].value, "n": len(costs.samples)})
     return _with_bounds(lines, items)
 
 
-def _with_bounds(lines: list[dict[str, Any]], items: list[Measured]) -> pd.DataFrame:
-    bounds = intervals(items)
+def _with_bounds(lines: list[dict[str, Any]], items: list[Estimate]) -> pd.DataFrame:
+    bounds = bootstrap_intervals(items)
     return pd.DataFrame(lines).assign(lo=[low for low, _ in bounds], hi=[high for _, high in bounds])

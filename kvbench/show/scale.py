@@ -1,4 +1,4 @@
-"""Axes of the page's charts: where a value lies, and which values are marked."""
+"""Axes: which ones are logarithmic, which values are marked, and where a value lies on a page's chart."""
 
 from __future__ import annotations
 
@@ -6,8 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
+from ..stats.bootstrap import Floats
+
 WIDE = 30  # values whose largest is more times their smallest go on a logarithmic axis
-NOISE = 1e-4  # of the largest value: what is smaller is drawn as nothing, on a logarithmic axis
+NOISE = 1e-5  # what the order of a batch may change in float32: values so close are equal
+NOTHING = 1e-4  # of the largest value: what is smaller is drawn as nothing, on a logarithmic axis
 GAP = 0.07  # share of such an axis that lies between "nothing" and the values
 
 
@@ -57,7 +62,7 @@ def scale_of(
 ) -> Scale:
     """The axis for these values. limits: of the metric, which the axis does not leave by more than a hair."""
     least, most = min(values), max(values)
-    low = min((value for value in values if value > NOISE * most), default=most)
+    low = min((value for value in values if value > NOTHING * most), default=most)
     if may_log and least >= 0 and most > WIDE * low:
         return Scale(low / 1.15, most * 1.15, *pixels, log=True, nothing=least < low)
     room = (most - least) * 0.06 or abs(most) * 0.1 or 0.5
@@ -69,18 +74,36 @@ def scale_of(
     return Scale(low, high, *pixels)
 
 
-def budget_scale(budgets: Sequence[int], pixels: tuple[float, float]) -> Scale:
+def budget_scale(budgets: Sequence[float], pixels: tuple[float, float]) -> Scale:
     """Budgets on a logarithmic axis, each marked where its number has room."""
     low, high = min(budgets), max(budgets)
     edge = 1.5 if low == high else (high / low) ** 0.03
     room = math.log(high * edge / (low / edge)) / 11
-    names: list[tuple[float, str]] = []
+    names = tuple(zip(budgets, budget_labels(budgets, room), strict=True))
+    return Scale(low / edge, high * edge, *pixels, log=True, names=names)
+
+
+def budget_labels(budgets: Sequence[float], room: float) -> list[str]:
+    """The numbers of ascending budgets, left out where one would run into the one before.
+
+    room: what a number needs of a logarithmic axis (natural logarithm).
+    """
+    labels: list[str] = []
     last = -math.inf
-    for budget in sorted(budgets):
+    for budget in budgets:
         fits = math.log(budget) - last >= room
-        names.append((budget, str(budget) if fits else ""))
+        labels.append(f"{budget:.0f}" if fits else "")
         last = math.log(budget) if fits else last
-    return Scale(low / edge, high * edge, *pixels, log=True, names=tuple(names))
+    return labels
+
+
+def reads_better_in_logs(means: Floats) -> bool:
+    """Positive numbers over a factor of 30, or over a factor of 3 when a few large ones would press half
+    of all points into the lowest sixth of a linear axis: the rule of figures, which have no axis that
+    begins at "nothing"."""
+    least, most = float(means.min()), float(means.max())
+    pressed = float(np.median(means)) - least < (most - least) / 6
+    return least > 0 and (most > WIDE * least or (most > 3 * least and pressed))
 
 
 def _steps(low: float, high: float) -> list[float]:
