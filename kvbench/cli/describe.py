@@ -39,7 +39,7 @@ def policies() -> list[Table]:
         except Exception as error:
             broken[name] = f"{POLICIES.target(name)}: {error}"
     listing = _table("policies", ["name", "needs attention", "native pins", "source"], rows)
-    return [listing, *_broken(POLICIES, broken)]
+    return [listing, *_broken_table(POLICIES, broken)]
 
 
 def tasks() -> list[Table]:
@@ -50,7 +50,7 @@ def tasks() -> list[Table]:
             task: type[Task] = TASKS.get(name)
             rows.append([name, task.metric or OWN, *_defaults(name, task), task.data])
     listing = _table("tasks", ["name", "metric", "schedule", "question", "data here", "data"], rows)
-    return [listing, *_broken(TASKS, broken)]
+    return [listing, *_broken_table(TASKS, broken)]
 
 
 def models() -> list[Table]:
@@ -84,7 +84,7 @@ def entry(spec: str) -> list[Table | str]:
         raise UnknownName("policy or task", name, [FULL, *POLICIES.names(), *TASKS.names()])
     parts: list[Table | str] = []
     for registry in found:
-        thing = registry.parse(spec) if _complete(registry, spec) else registry.get(name)
+        thing = registry.parse(spec) if _is_complete(registry, spec) else registry.get(name)
         facts = _policy_facts(thing) if isinstance(thing, Policy) else _task_facts(thing)
         facts.append(["registered by", f"{registry.target(name)}, {registry.where(name)}"])
         parts += [f"{registry.kind} {name}", inspect.getdoc(registry.get(name)) or "(no description)"]
@@ -92,7 +92,7 @@ def entry(spec: str) -> list[Table | str]:
     return parts
 
 
-def _complete(registry: Registry, spec: str) -> bool:
+def _is_complete(registry: Registry, spec: str) -> bool:
     """Whether there is one thing to show: a bare name may lack values that must be given."""
     given = (p.default for p in parameters(registry.get(split_name(spec)[0])))
     return ":" in spec or dataclasses.MISSING not in given
@@ -115,7 +115,7 @@ def _task_facts(task: Task | type[Task]) -> list[list[str]]:
         ["source", task.source],
         ["data", task.data],
         ["metric", task.metric or OWN],
-        *([["data here", _available(task)]] if isinstance(task, Task) else []),
+        *([["data here", _availability(task)]] if isinstance(task, Task) else []),
         ["schedule", _schedule(task)],
         ["question", task.question],
         ["pins", task.pins],
@@ -138,7 +138,7 @@ def _parameters(thing: Any) -> Table | str:
     )
 
 
-def _broken(registry: Registry, reasons: dict[str, str]) -> list[Table]:
+def _broken_table(registry: Registry, reasons: dict[str, str]) -> list[Table]:
     title = f"broken {registry.group.split('.')[1]}"
     return [_table(title, ["name", "error"], [list(pair) for pair in reasons.items()])] if reasons else []
 
@@ -149,7 +149,7 @@ def _defaults(name: str, cls: type[Task]) -> list[str]:
         task: Task = TASKS.parse(name)
     except BadInput:  # a parameter must be given, so nothing is known yet
         return ["as its parameters say", cls.question, "as its parameters say"]
-    return [_schedule(task), task.question, _available(task)]
+    return [_schedule(task), task.question, _availability(task)]
 
 
 def _schedule(task: Task | type[Task]) -> str:
@@ -157,7 +157,7 @@ def _schedule(task: Task | type[Task]) -> str:
     return f"{schedule}, {chunk} tokens" if chunk else schedule
 
 
-def _available(task: Task) -> str:
+def _availability(task: Task) -> str:
     """Whether the task runs on this machine without --data."""
     try:
         task.check(None)

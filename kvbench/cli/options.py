@@ -25,7 +25,7 @@ REFUSED, INTERRUPTED = 2, 130  # exit codes
 FAILED = 1  # exit code
 
 
-def executor_named(name: str, workers: int | None = None, address: str | None = None) -> Executor:
+def make_executor(name: str, workers: int | None = None, address: str | None = None) -> Executor:
     """The executor of the command line. Raises BadInput for what does not go together."""
     if name not in NAMES:
         raise BadInput(f"--executor '{name}': choose one of {', '.join(NAMES)}")

@@ -9,7 +9,7 @@ import typer
 from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, split_specs
 from ..contract.spec import split_name
 from ..study.config import RunConfig
-from .options import FAILED, INTERRUPTED, executor_named, parse_budgets, parse_seeds, tasks_of
+from .options import FAILED, INTERRUPTED, make_executor, parse_budgets, parse_seeds, tasks_of
 
 if TYPE_CHECKING:
     from ..study.runner import RunResult
@@ -76,21 +76,26 @@ def run(
     specs, names = split_specs(policy), split_specs(task)
     config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)
     _refuse_unknown(config)
+    result = _run(config, executor, workers, ray_address)
+    _report(result)
+    if result.failed:
+        raise typer.Exit(FAILED)
+
+
+def _run(config: RunConfig, executor: str, workers: int | None, address: str | None) -> RunResult:
+    """The run, or the end of the command when it is interrupted."""
     from ..study.runner import run as run_config
 
     try:
-        result = run_config(config, executor=executor_named(executor, workers, ray_address))
+        return run_config(config, executor=make_executor(executor, workers, address))
     except KeyboardInterrupt as error:
-        where = f"in {out} " if out else ""
+        where = f"in {config.out} " if config.out else ""
         typer.echo(
             f"\ninterrupted: finished samples are saved {where}and nothing else is lost; type the same "
             "command to go on from there",
             err=True,
         )
         raise typer.Exit(INTERRUPTED) from error
-    _report(result)
-    if result.failed:
-        raise typer.Exit(FAILED)
 
 
 def _refuse_unknown(config: RunConfig) -> None:
@@ -102,13 +107,13 @@ def _refuse_unknown(config: RunConfig) -> None:
 
 
 def _report(result: RunResult) -> None:
-    from ..model.memory import told
+    from ..model.memory import format_size
     from ..show.table import render
 
     typer.echo(render(result.table, "text", tasks_of([str(result.path)])).rstrip("\n"))
     for note in result.notes:
         typer.echo(f"note: {note}")
     if result.peak:
-        typer.echo(f"peak memory: {told(result.peak)}")
+        typer.echo(f"peak memory: {format_size(result.peak)}")
     typer.echo(f"rows: {result.path}")
     typer.echo(f"next: kvbench plot {result.path}")

@@ -55,13 +55,13 @@ def trace(
     for spec in specs:
         TASKS.target(split_name(spec)[0])
     from ..learn.collect import TraceConfig, collect
-    from .options import executor_named
+    from .options import make_executor
 
     config = TraceConfig(
         tasks=tuple(specs), samples=samples, out=out, model=model, length=length, seed=seed,
         data=data, under=under, response=response, store=store, device=device, dtype=dtype,
     )  # fmt: skip
-    found = collect(config, announce=typer.echo, executor=executor_named(executor, workers, ray_address))
+    found = collect(config, announce=typer.echo, executor=make_executor(executor, workers, ray_address))
     typer.echo(f"{len(found)} traces in {out}")
     typer.echo(f"next: kvbench train --policy kvp --traces {out} --out kvp.safetensors")
 
@@ -89,11 +89,11 @@ def train(
     from pathlib import Path
 
     from ..learn.training import trainer_of
-    from .options import executor_named
+    from .options import make_executor
 
     trainer = trainer_of(POLICIES.get(policy))
     chosen = trainer.recipe(recipe, _pairs(ctx.args))
-    with executor_named(executor, workers, ray_address) as where:
+    with make_executor(executor, workers, ray_address) as where:
         where.check("policy", [policy])
         if executor == "local":
             card = trainer.train(chosen, Path(traces), Path(out), typer.echo)

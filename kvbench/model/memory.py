@@ -70,6 +70,6 @@ def reset_peak(devices: Iterable[torch.device] = ()) -> None:
         RESET.write_text(RESET_PEAK)
 
 
-def told(count: int) -> str:
+def format_size(count: int) -> str:
     """Bytes in words: 512 MiB, 2.31 GiB."""
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

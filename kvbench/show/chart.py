@@ -25,7 +25,7 @@ BUDGET = "budget (KV pairs per KV head per layer)"
 
 
 @dataclass(frozen=True)
-class Curve:
+class BudgetCurve:
     """One policy against the budget, budgets ascending.
 
     name: for display. budgets, mean, low, high: (n,), low and high NaN where there is no interval.
@@ -76,7 +76,7 @@ class Chart:
     """One metric of one panel. curves: policies as they come, between the upper and the lower bracket."""
 
     metric: Metric
-    curves: tuple[Curve, ...]
+    curves: tuple[BudgetCurve, ...]
     levels: tuple[Level, ...]
 
     @property
@@ -138,9 +138,9 @@ def display_name(label: str) -> str:
     return "full cache" if label == FULL else shorten(label)
 
 
-def _curve(mine: pd.DataFrame, look: Style) -> Curve:
+def _curve(mine: pd.DataFrame, look: Style) -> BudgetCurve:
     mine = mine.sort_values("budget")
     label = str(mine["label"].iloc[0])
     budgets, mean, low, high = (mine[name].to_numpy(dtype=float) for name in ("budget", "mean", "lo", "hi"))
     pinned = only_pins(mine).to_numpy(dtype=bool)
-    return Curve(label, display_name(label), look, budgets, mean, low, high, pinned)
+    return BudgetCurve(label, display_name(label), look, budgets, mean, low, high, pinned)

@@ -13,7 +13,7 @@ from ..stats.panels import SETTING, describe_setting, join_seeds, shorten
 from ..stats.significance import ALPHA
 from ..store.frame import metrics_of
 from .table import FORMATS, grid, heading, json_lines
-from .words import number, probability, sample_count, signed
+from .words import difference_text, number, probability, sample_count
 
 NAMES = {"mcnemar": "exact McNemar test", "flip": "permutation test (random signs)"}
 
@@ -62,14 +62,18 @@ def _block(lines: pd.DataFrame, fmt: str) -> str:
 
 
 def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
-    interval = f"[{signed(line['lo'], metric)},{signed(line['hi'], metric)}]" if line["n"] > 1 else ""
+    interval = (
+        f"[{difference_text(line['lo'], metric)},{difference_text(line['hi'], metric)}]"
+        if line["n"] > 1
+        else ""
+    )
     marks = " (beats full)" if line["beats_full"] else ""
     return [
         shorten(line["policy"]) + marks,
         str(line["budget"]),
         number(line["mean"], metric),
         number(line["baseline_mean"], metric),
-        f"{signed(line['difference'], metric)} {interval}".strip(),
+        f"{difference_text(line['difference'], metric)} {interval}".strip(),
         f"{line['win']}/{line['tie']}/{line['loss']}",
         probability(line["p"]),
         probability(line["p_holm"]),
@@ -94,11 +98,11 @@ def _notes(lines: pd.DataFrame) -> list[str]:
         )
     same = lines[lines["win"] + lines["loss"] == 0]
     if len(same):
-        notes.append(f"Equal on every sample, and not listed above: {_listed(same)}.")
+        notes.append(f"Equal on every sample, and not listed above: {_list_cells(same)}.")
     return notes + _suspects(lines)
 
 
-def _listed(lines: pd.DataFrame) -> str:
+def _list_cells(lines: pd.DataFrame) -> str:
     """ "knorm, tova at 64; tova at 128"."""
     parts = lines.groupby("budget", sort=False)
     return "; ".join(f"{', '.join(map(shorten, part['policy']))} at {budget}" for budget, part in parts)
@@ -109,13 +113,14 @@ def _suspects(lines: pd.DataFrame) -> list[str]:
     ahead = lines[lines["beats_full"]]
     if len(ahead):
         notes.append(
-            f"SUSPECT: better than the full cache by more than the interval: {_listed(ahead)}. About 1 in 40 "
-            "comparisons of equals is, by luck; else look for a fault, or say why less context should help."
+            f"SUSPECT: better than the full cache by more than the interval: {_list_cells(ahead)}. About 1 "
+            "in 40 comparisons of equals is, by luck; else look for a fault, or say why less context should "
+            "help."
         )
     below = lines[lines["below_majority"]]
     if len(below):
         line = below.iloc[0]
-        which = "every policy at every budget" if len(below) == len(lines) else _listed(below)
+        which = "every policy at every budget" if len(below) == len(lines) else _list_cells(below)
         notes.append(
             f"SUSPECT: below the majority rate of {line['majority']:.2f} (always "
             f"'{line['majority_label']}'): {which}. There {line['metric']} does not show that the model does "

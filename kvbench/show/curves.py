@@ -21,7 +21,7 @@ from matplotlib.ticker import (
 )
 
 from .canvas import GRID
-from .chart import BUDGET, Chart, Curve, Level
+from .chart import BUDGET, BudgetCurve, Chart, Level
 from .scale import budget_labels, reads_better_in_logs
 from .style import BOUND_MARKERS, GREY
 
@@ -63,7 +63,7 @@ def _draw_full(axes: Axes, level: Level, terse: bool) -> None:
         axes.axhspan(level.low, level.high, color=level.style.color, alpha=0.06, linewidth=0, zorder=0)
 
 
-def _draw_curve(axes: Axes, curve: Curve, shift: float) -> None:
+def _draw_curve(axes: Axes, curve: BudgetCurve, shift: float) -> None:
     """One curve with its band. shift: factor on the budgets as drawn."""
     look, budgets = curve.style, curve.budgets * shift
     shared: dict[str, Any] = {"color": look.color, "zorder": 2 if look.bracket else 3}

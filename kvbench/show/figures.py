@@ -80,7 +80,7 @@ ENGINE = (
     ),
     FigureKind(
         "learned", "8", "metrics against the budget, learned policies only", RUNS,
-        ("metric", "each"), "kvbench.show.grid:learned",
+        ("metric", "each"), "kvbench.show.grid:learned_curves",
     ),
     FigureKind(
         "wall-clock", "7", "scoring and prefill against the context length", SPEED,

@@ -18,7 +18,7 @@ def footnotes(lines: pd.DataFrame) -> list[str]:
         notes.append("[lo,hi]: 95% bootstrap interval over samples; no width means that all samples agree.")
     if (lines["metric"] == "eviction_cost").any():
         notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
-    notes += _majority(lines) + _pinned(lines) + _missing(lines) + _layers(lines)
+    notes += _note_majority(lines) + _note_pinned(lines) + _note_missing(lines) + _note_layers(lines)
     return notes
 
 
@@ -41,14 +41,14 @@ def majority(lines: pd.DataFrame) -> tuple[float, str] | None:
     return float(rates["majority"].iloc[0]), str(rates["majority_label"].iloc[0])
 
 
-def _majority(lines: pd.DataFrame) -> list[str]:
+def _note_majority(lines: pd.DataFrame) -> list[str]:
     found = majority(lines)
     if found is None:
         return []
     return [f"Majority rate: always answering '{found[1]}', the most common label, scores {found[0]:.2f}."]
 
 
-def _pinned(lines: pd.DataFrame) -> list[str]:
+def _note_pinned(lines: pd.DataFrame) -> list[str]:
     cells = lines[only_pins(lines)]
     texts = []
     for (label, pins), part in cells.groupby(["label", "pins"], sort=False):
@@ -58,7 +58,7 @@ def _pinned(lines: pd.DataFrame) -> list[str]:
     return [f"Only pinned tokens stay and the policy's score decides nothing: {'; '.join(texts)}."]
 
 
-def _missing(lines: pd.DataFrame) -> list[str]:
+def _note_missing(lines: pd.DataFrame) -> list[str]:
     cells = lines[lines["reasons"].fillna("") != ""].drop_duplicates(["label", "budget"])
     budgets: dict[tuple[str, str], list[Any]] = {}
     for label, reasons, budget in cells[["label", "reasons", "budget"]].to_numpy(dtype=object):
@@ -72,7 +72,7 @@ def _missing(lines: pd.DataFrame) -> list[str]:
     return [f"Samples without a result, by cause (count): {' | '.join(texts)}."] if texts else []
 
 
-def _layers(lines: pd.DataFrame) -> list[str]:
+def _note_layers(lines: pd.DataFrame) -> list[str]:
     partly = lines[(lines["evicted_layers"] > 0) & (lines["evicted_layers"] < lines["layers"])]
     pairs = partly[["evicted_layers", "layers"]].drop_duplicates().to_numpy()
     return [

@@ -29,7 +29,7 @@ from .canvas import FONT, WIDTH, add_axes, add_heading, new_figure, save
 from .chart import BUDGET, Chart, chart_of
 from .curves import draw_chart, legend_keys
 from .figures import RUNS, Request, inputs, reference_folders
-from .panel import Panel, Sections, build_panels, read_sections
+from .panel import Declarations, Panel, build_panels, read_declarations
 from .words import sample_count
 
 HINT = "name folders that kvbench run wrote; without any, those in results/reference are drawn"
@@ -64,7 +64,7 @@ def budget_curves(asked: Request) -> list[Path]:
     return _draw(asked, "budget-curves", asked.policies)
 
 
-def learned(asked: Request) -> list[Path]:
+def learned_curves(asked: Request) -> list[Path]:
     """The same for policies with learned weights, the full cache, and what no policy can beat."""
     return _draw(asked, "learned", None)
 
@@ -74,9 +74,9 @@ def _draw(asked: Request, name: str, policies: Sequence[str] | None) -> list[Pat
     paths = [Path(path) for path in inputs(asked, name, RUNS, reference_folders(), HINT)]
     rows = read_rows(paths)
     check_names(asked.metrics, list_metrics(rows))
-    sections = read_sections(paths)
-    chosen = _learned(rows, sections.looks) if policies is None else _named(rows, policies)
-    tiles = find_tiles(rows[rows["spec"].isin({FULL, *chosen})], sections, asked.metrics, asked.each)
+    declared = read_declarations(paths)
+    chosen = _find_learned(rows, declared.looks) if policies is None else _choose_policies(rows, policies)
+    tiles = find_tiles(rows[rows["spec"].isin({FULL, *chosen})], declared, asked.metrics, asked.each)
     if not tiles:
         raise StoreError(f"no usable rows in {paths[0]}: `kvbench table` shows what was skipped or failed")
     shown = pd.concat([tile.lines for tile in tiles])[SHOWN]
@@ -85,18 +85,18 @@ def _draw(asked: Request, name: str, policies: Sequence[str] | None) -> list[Pat
 
 
 def find_tiles(
-    rows: pd.DataFrame, sections: Sections, metrics: Sequence[str] = (), each: bool = False
+    rows: pd.DataFrame, declared: Declarations, metrics: Sequence[str] = (), each: bool = False
 ) -> list[Tile]:
     """What there is to draw. metrics: of every task; none: its main one. each: subtasks are not pooled."""
-    rows, tasks = separate_runs(rows, sections.tasks)
+    rows, tasks = separate_runs(rows, declared.tasks)
     if not each:
         rows, tasks = pool_subtasks(rows, tasks)
-    panels, _ = build_panels(rows, Sections(tasks, sections.looks), metrics or None)
+    panels, _ = build_panels(rows, Declarations(tasks, declared.looks), metrics or None)
     tiles = [Tile(panel, metric) for panel in panels for metric in metrics or [panel.main]]
     return [tile for tile in tiles if (tile.lines["policy"] != FULL).any()]
 
 
-def _learned(rows: pd.DataFrame, declared: Mapping[str, Mapping[str, Any]]) -> set[str]:
+def _find_learned(rows: pd.DataFrame, declared: Mapping[str, Mapping[str, Any]]) -> set[str]:
     """Specs that have learned weights, and the upper bracket; the lower one would only stretch the axis."""
     found = set(rows["spec"][rows["weights"].fillna("") != ""]) if "weights" in rows else set()
     if not found:
@@ -104,7 +104,7 @@ def _learned(rows: pd.DataFrame, declared: Mapping[str, Mapping[str, Any]]) -> s
     return found | {spec for spec in rows["spec"] if declared.get(spec, {}).get("bracket") == "upper"}
 
 
-def _named(rows: pd.DataFrame, policies: Sequence[str]) -> set[str]:
+def _choose_policies(rows: pd.DataFrame, policies: Sequence[str]) -> set[str]:
     known = {*rows["spec"]} - {FULL}
     for spec in policies:
         if spec not in known:

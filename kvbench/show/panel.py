@@ -119,7 +119,7 @@ class Panel:
 
 
 @dataclass(frozen=True)
-class Sections:
+class Declarations:
     """What the manifests of some run folders say about drawing: tasks ({task: {"metric": name}}) and the
     looks that policies declare ({spec: {"color", "dashed", "bracket"}})."""
 
@@ -128,7 +128,7 @@ class Sections:
 
 
 def build_panels(
-    rows: pd.DataFrame, sections: Sections, metrics: Sequence[str] | None = None
+    rows: pd.DataFrame, declared: Declarations, metrics: Sequence[str] | None = None
 ) -> tuple[list[Panel], pd.DataFrame]:
     """All panels, also those without a number in them, and all aggregated lines.
 
@@ -136,10 +136,10 @@ def build_panels(
     """
     lines = aggregate(rows, metrics)
     found = split_panels(lines)
-    looks = looks_of([part for _, part in found], sections.looks)
+    looks = looks_of([part for _, part in found], declared.looks)
     ready = prepare_rows(rows)
     panels = [
-        Panel(setting, part, ready, main_metric(part, setting["task"], sections.tasks), looks)
+        Panel(setting, part, ready, main_metric(part, setting["task"], declared.tasks), looks)
         for setting, part in found
     ]
     return panels, lines
@@ -157,7 +157,7 @@ def looks_of(parts: Sequence[pd.DataFrame], declared: Mapping[str, Any]) -> dict
     return assign_styles(labels, extended)
 
 
-def read_sections(paths: Sequence[Path]) -> Sections:
+def read_declarations(paths: Sequence[Path]) -> Declarations:
     """Of all manifests; bare row files go without."""
     tasks: dict[str, Any] = {}
     looks: dict[str, Any] = {}
@@ -166,7 +166,7 @@ def read_sections(paths: Sequence[Path]) -> Sections:
             manifest = read_manifest(run_folder(path))
             tasks |= manifest.get("tasks", {})
             looks |= manifest.get("style", {})
-    return Sections(tasks, looks)
+    return Declarations(tasks, looks)
 
 
 def run_folder(path: Path) -> Path:

@@ -23,7 +23,7 @@ from ..store.results import read_rows
 from .canvas import FONT, WIDTH, add_axes, add_heading, new_figure, save
 from .chart import Chart, chart_of
 from .curves import draw_chart, legend_keys
-from .panel import BESIDE, build_panels, read_sections, run_folder
+from .panel import BESIDE, build_panels, read_declarations, run_folder
 from .words import sample_count
 
 
@@ -49,7 +49,7 @@ def plot(
         if name not in known:
             hint = "That metric exists but was not measured here." if is_known(name) else ""
             raise UnknownName("metric", name, known, hint)
-    panels, _ = build_panels(rows, read_sections(several), asked)
+    panels, _ = build_panels(rows, read_declarations(several), asked)
     base = Path(out) if out is not None else run_folder(several[0]) / "figures"
     sheets: list[Sheet] = []
     for panel, name in zip(panels, _file_names([panel.setting for panel in panels]), strict=True):

@@ -144,20 +144,16 @@ def _console(width: int) -> Console:
 def pivot(lines: pd.DataFrame, metric: str) -> tuple[list[str], list[list[str]]]:
     """Header and rows of one metric: policies as they come (full first), budgets ascending."""
     most, about = max(lines["n"], default=0), describe(metric, metrics_of(lines))
-    budgets = sorted({int(budget) for budget in lines["budget"].dropna()})
-    full = (lines["policy"] == FULL).any()
-    header = ["policy", *(["full cache"] if full else []), *map(str, budgets)]
-    rows = []
-    for label in dict.fromkeys(lines["label"]):
-        mine = lines[lines["label"] == label]
-        cells = {
-            None if pd.isna(line["budget"]) else int(line["budget"]): _cell(line, about, most)
-            for line in mine.to_dict("records")
-        }
-        rows.append(
-            [shorten(label), *([cells.get(None, "")] if full else []), *(cells.get(b, "") for b in budgets)]
-        )
-    return header, rows
+    columns: list[int | None] = [*sorted({int(budget) for budget in lines["budget"].dropna()})]
+    names = [str(budget) for budget in columns]
+    if (lines["policy"] == FULL).any():
+        columns, names = [None, *columns], ["full cache", *names]
+    cells: dict[str, dict[int | None, str]] = {}
+    for line in lines[["label", "budget", "mean", "lo", "hi", "n", "n_failed"]].to_dict("records"):
+        budget = None if pd.isna(line["budget"]) else int(line["budget"])
+        cells.setdefault(line["label"], {})[budget] = _cell(line, about, most)
+    body = [[shorten(label), *(mine.get(b, "") for b in columns)] for label, mine in cells.items()]
+    return ["policy", *names], body
 
 
 def _cell(line: Mapping[Any, Any], metric: Metric, most: int) -> str:

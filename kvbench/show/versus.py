@@ -21,7 +21,7 @@ from ..store.files import file_name
 from ..store.frame import metrics_of
 from ..store.results import read_rows
 from .canvas import FONT, GRID, add_axes, add_heading, new_figure, save
-from .panel import looks_of, read_sections, run_folder
+from .panel import looks_of, read_declarations, run_folder
 from .style import GREY, Style
 from .words import sample_count
 
@@ -40,7 +40,7 @@ def versus(
     several = [Path(path) for path in paths]
     lines = aggregate(read_rows(several), list(metrics) or None)
     lines = lines[lines["n"] > 0].assign(label=lines["policy"], rule=_rules(lines, field))
-    looks = looks_of([lines], read_sections(several).looks)
+    looks = looks_of([lines], read_declarations(several).looks)
     base = Path(out) if out is not None else run_folder(several[0]) / "figures"
     files: list[Path] = []
     for setting, part in _pairs(lines, field):

@@ -25,7 +25,7 @@ def number(value: float, metric: Metric) -> str:
     return f"{value:.{digits}f}"
 
 
-def signed(value: float, metric: Metric) -> str:
+def difference_text(value: float, metric: Metric) -> str:
     """A difference in the precision of its metric, with its sign."""
     return ("+" if value > 0 else "") + number(value, metric)
 
@@ -50,6 +50,6 @@ def enumerate_words(items: Sequence[object]) -> str:
     return texts[0] if len(texts) == 1 else f"{join(texts[:-1])} and {texts[-1]}" if texts else ""
 
 
-def spaced(name: str) -> str:
+def as_words(name: str) -> str:
     """A metric's name as words."""
     return name.replace("_", " ")

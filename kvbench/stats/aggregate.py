@@ -129,21 +129,29 @@ class Cells:
         self._stored = metrics_of(rows)
         self.ok = (rows["status"] == "ok").to_numpy(dtype=bool)
         self._columns: dict[str, NDArray[np.object_]] = {}
-        self._metrics: dict[str, Floats] = {}
+        self._numbers: dict[str, Floats] = {}
 
     def column(self, name: str) -> NDArray[np.object_]:
         if name not in self._columns:
             self._columns[name] = self.rows[name].to_numpy(dtype=object)
         return self._columns[name]
 
-    def metric(self, name: str) -> Floats:
-        """(row,), NaN where a row lacks it."""
-        if name not in self._metrics:
-            column = column_of(self.rows, name)
+    def numbers(self, column: str) -> Floats:
+        """A column of numbers: (row,), NaN where a row lacks it."""
+        if column not in self._numbers:
             there = column in self.rows
-            values = self.rows[column].to_numpy(dtype=float) if there else np.full(len(self.rows), np.nan)
-            self._metrics[name] = values
-        return self._metrics[name]
+            values = self.rows[column].to_numpy(dtype=float, na_value=np.nan) if there else [np.nan]
+            self._numbers[column] = np.broadcast_to(values, len(self.rows))
+        return self._numbers[column]
+
+    def metric(self, name: str) -> Floats:
+        return self.numbers(column_of(self.rows, name))
+
+    @cached_property
+    def _labelled(self) -> dict[str, NDArray[np.bool_]]:
+        """By column of labels, (row,): where that label and the gold one are known."""
+        gold = self.rows["gold_label"].notna()
+        return {name: (gold & self.rows[name].notna()).to_numpy() for name in ("gold_label", "label")}
 
     @cached_property
     def _of_task(self) -> dict[str, list[str]]:
@@ -163,9 +171,12 @@ class Cells:
         )
         first = members[0]
         line = {LINE_NAMES.get(name, name): self.column(name)[first] for name in (*CELL, "run", "config")}
-        line["seeds"] = join_seeds(seed for seed in self.column("seed")[members] if not pd.isna(seed))
-        line |= {name: _mean(self.column(name)[ok]) for name in ("kept", "context_tokens")}
-        line |= {name: _least(self.column(name)[ok]) for name in ("evicted_layers", "layers")}
+        line["seeds"] = join_seeds(map(int, _known(self.numbers("seed")[members])))
+        for name in ("kept", "context_tokens"):
+            values = _known(self.numbers(name)[ok])
+            line[name] = math.fsum(values) / len(values) if len(values) else math.nan
+        for name in ("evicted_layers", "layers"):
+            line[name] = min(map(int, _known(self.numbers(name)[ok])), default=pd.NA)
         line |= {"n_skipped": status["skipped"], "n_failed": status["failed"]}
         gold, line["majority_label"] = self.estimate(ok, "majority_rate")
         line["majority"] = gold.value
@@ -187,7 +198,7 @@ class Cells:
 
     def _label_share(self, ok: Indices, source: str) -> tuple[Estimate, str]:
         """How often the most frequent label of a column is there, and that label."""
-        there = ~(pd.isna(self.column("gold_label")[ok]) | pd.isna(self.column(source)[ok]))
+        there = self._labelled[source][ok]
         labels = self.column(source)[ok[there]]
         counts = Counter(labels)
         top = min(counts, key=lambda label: (-counts[label], label), default="")
@@ -195,13 +206,8 @@ class Cells:
         return pool_rows(self.column("sample")[ok[there]], values), top
 
 
-def _mean(values: NDArray[np.object_]) -> float:
-    there = [float(value) for value in values if not pd.isna(value)]
-    return math.fsum(there) / len(there) if there else math.nan
-
-
-def _least(values: NDArray[np.object_]) -> Any:
-    return min((value for value in values if not pd.isna(value)), default=pd.NA)
+def _known(values: Floats) -> Floats:
+    return values[~np.isnan(values)]
 
 
 def _order_lines(lines: list[dict[str, Any]], rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:

@@ -18,11 +18,13 @@ from .pairs import (
     COLUMNS,
     FLAGS,
     PairedValues,
+    Values,
     is_binary,
     match_samples,
     measure_pairs,
     order_lines,
     usable_rows,
+    values_of,
 )
 from .panels import LINE_NAMES, ROW_SETTING, SETTING, SHARED, main_metric, matches
 from .significance import holm
@@ -93,14 +95,14 @@ def _pairs_with(usable: pd.DataFrame, baseline: str) -> Iterator[tuple[dict[str,
     base = usable[usable["spec"] == baseline]
     candidates = usable[~usable["spec"].isin([baseline, FULL])]
     equal = ["task_spec", *SHARED] if baseline == FULL else [*ROW_SETTING, "budget"]
-    theirs: dict[tuple[Any, ...], pd.DataFrame] = {}
+    theirs: dict[tuple[Any, ...], Values] = {}
     for members in group_indices(candidates, [*ROW_SETTING, "spec", "budget"]):
         mine = candidates.iloc[members]
         setting = {name: mine[name].iloc[0] for name in [*ROW_SETTING, "spec", "budget"]}
         key = tuple(None if pd.isna(setting[name]) else setting[name] for name in equal)
         if key not in theirs:
-            theirs[key] = base[matches(base, setting, equal)]
-        both = match_samples(mine, theirs[key])
+            theirs[key] = values_of(base[matches(base, setting, equal)])
+        both = match_samples(values_of(mine), theirs[key])
         if len(both):
             yield {LINE_NAMES.get(name, name): value for name, value in setting.items()}, both
 

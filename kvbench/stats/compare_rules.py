@@ -16,7 +16,7 @@ from ..errors import BadInput
 from ..store.frame import metrics_of
 from .aggregate import check_names, list_metrics, prepare_rows
 from .compare import add_flags, per_sample
-from .pairs import COLUMNS, is_binary, match_samples, measure_pairs, order_lines, usable_rows
+from .pairs import COLUMNS, is_binary, match_samples, measure_pairs, order_lines, usable_rows, values_of
 from .panels import LINE_NAMES, ROW_SETTING, RULES, SETTING, main_metric
 
 USUAL = {"schedule": "prefill", "question": "withheld", "pins": "native"}  # what the others are compared with
@@ -58,7 +58,7 @@ def _compare(rows: pd.DataFrame, field: str, metric: str) -> pd.DataFrame:
     usable = usable_rows(rows, metric)
     lines, pairs = [], []
     for setting, mine, usual in _sides(usable[usable["spec"] != FULL], field):
-        both = match_samples(mine, usual)
+        both = match_samples(values_of(mine), values_of(usual))
         if len(both):
             lines.append({**setting, "baseline": f"{field} {USUAL[field]}"})
             pairs.append(both)

@@ -20,7 +20,7 @@ from ..contract.metrics import Metric
 from ..errors import BadInput
 from .aggregate import column_of
 from .bootstrap import Estimate, Floats, bootstrap_intervals, pool_rows
-from .panels import SETTING, join_seeds
+from .panels import ROW_SETTING, SETTING, join_seeds
 from .significance import detectable_effect, holm, run_tests
 
 FLAGS = ("beats_full", "below_majority", "majority", "majority_label")
@@ -32,10 +32,11 @@ COLUMNS = [
 
 
 def usable_rows(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Rows that have a value of the metric, as the column `value`."""
+    """Rows that have a value of the metric, as the column `value`, and what groups and pairs them."""
     column = column_of(rows, metric)
+    names = [name for name in (*ROW_SETTING, "spec", "budget", "seed", "sample", "curve") if name in rows]
     found = rows[(rows["status"] == "ok") & rows[column].notna()]
-    return found.assign(value=found[column].to_numpy(dtype=float))
+    return found[names].assign(value=found[column].to_numpy(dtype=float))
 
 
 def is_binary(values: pd.Series) -> bool:
@@ -66,19 +67,31 @@ class PairedValues:
         return item.values if item.weights is None else item.values / item.weights
 
 
-def match_samples(mine: pd.DataFrame, theirs: pd.DataFrame) -> PairedValues:
-    """Both sides' `value` on the seeds and samples that both have."""
-    keys = ["seed", "sample"]
-    for side in (mine, theirs):
-        if side.duplicated(keys).any() and side["spec"].iloc[0] != FULL:
-            raise BadInput(
-                f"{side['spec'].iloc[0]} has several configurations at one setting and budget: "
-                "compare the run folders one by one"
-            )
-    other = theirs.drop_duplicates(keys)[[*keys, "value"]].rename(columns={"value": "theirs"})
-    both = mine[[*keys, "value"]].rename(columns={"value": "mine"}).merge(other, on=keys)
-    samples, seeds = (both[name].to_numpy(dtype=object) for name in ("sample", "seed"))
-    return PairedValues(samples, seeds, *(both[name].to_numpy(dtype=float) for name in ("mine", "theirs")))
+Values = dict[tuple[Any, str], float]  # of one policy at one setting and budget, by (seed, sample)
+
+
+def values_of(rows: pd.DataFrame) -> Values:
+    """The `value` of each row (see `usable_rows`); of a full cache that two runs have, the first run's.
+
+    Raises: BadInput when these are several configurations.
+    """
+    keys = list(zip(rows["seed"], rows["sample"], strict=True))
+    found: Values = {}
+    for key, value in zip(keys, rows["value"], strict=True):
+        found.setdefault(key, value)
+    if len(found) < len(keys) and rows["spec"].iloc[0] != FULL:
+        raise BadInput(
+            f"{rows['spec'].iloc[0]} has several configurations at one setting and budget: "
+            "compare the run folders one by one"
+        )
+    return found
+
+
+def match_samples(mine: Values, theirs: Values) -> PairedValues:
+    """Both sides on the seeds and samples that both have, in the order of mine."""
+    keys = [key for key in mine if key in theirs]
+    seeds, samples = (np.array([key[part] for key in keys], dtype=object) for part in (0, 1))
+    return PairedValues(samples, seeds, *(np.array([side[key] for key in keys]) for side in (mine, theirs)))
 
 
 def measure_pairs(

@@ -15,7 +15,7 @@ from kvbench.cli import main as cli
 from kvbench.errors import BadInput, StoreError, UnknownName
 from kvbench.show import figures, grid
 from kvbench.show.figures import Request, figure_kind, kinds
-from kvbench.show.panel import Sections, build_panels, read_sections
+from kvbench.show.panel import Declarations, build_panels, read_declarations
 from kvbench.show.scale import reads_better_in_logs
 from kvbench.stats.aggregate import aggregate
 from kvbench.stats.panels import split_panels
@@ -64,7 +64,7 @@ def refused(*command: Any) -> str:
 
 
 def found(path: Path, each: bool = False) -> dict[str, pd.DataFrame]:
-    rows, tasks = read_rows(path), read_sections([path]).tasks
+    rows, tasks = read_rows(path), read_declarations([path]).tasks
     if not each:
         rows, tasks = grid.pool_subtasks(rows, tasks)
     return {setting["task"]: lines for setting, lines in split_panels(aggregate(rows))}
@@ -128,7 +128,7 @@ def test_runs_over_other_samples_are_not_compared(tmp_path: Path) -> None:
 
 
 def test_budget_curves_lay_tasks_out_with_one_legend(run: Path) -> None:
-    tiles = grid.find_tiles(read_rows(run), read_sections([run]))
+    tiles = grid.find_tiles(read_rows(run), read_declarations([run]))
     assert [tile.metric for tile in tiles] == ["accuracy", "string_match", "ppl", "ppl"]
     fig = grid.draw_grid(tiles)
     assert [axes.get_title(loc="left").splitlines()[0] for axes in fig.axes] == list(found(run))
@@ -272,7 +272,7 @@ def test_a_pressed_perplexity_has_named_ticks(tmp_path: Path) -> None:
             for sample in ("a", "b"):
                 metrics = {"nll": nll, "nll_tokens": 10}
                 store.append([row(spec, None if spec == "full" else 32, sample, metrics=metrics)])
-    (panel,), _ = build_panels(read_rows(tmp_path), Sections({}, STYLE), ["ppl"])
+    (panel,), _ = build_panels(read_rows(tmp_path), Declarations({}, STYLE), ["ppl"])
     fig = grid.draw_grid([grid.Tile(panel, "ppl")])
     (axes,) = fig.axes
     assert axes.get_yscale() == "log"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbench.show.panel import Panel, Sections, build_panels, read_sections
+from kvbench.show.panel import Declarations, Panel, build_panels, read_declarations
 from kvbench.show.report.best import ahead_of_full, answer, best_of, doubts
 from kvbench.show.report.matrix import matrices
 from kvbench.show.report.pins import compare_pins, share_pins
@@ -27,7 +27,7 @@ def panel_of(folder: Path, right: dict[str, list[int]], metric: str = "accuracy"
                 values = {metric: float(index < count)}
                 rows.append(row(spec, budget, f"s{index:02}", metrics=values, **changes))
     run = make_rows(folder, rows)
-    (panel,), _ = build_panels(read_rows(run), read_sections([run]))
+    (panel,), _ = build_panels(read_rows(run), read_declarations([run]))
     return panel
 
 
@@ -68,7 +68,7 @@ def test_less_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
         for index in range(12)
     ]
     run = make_rows(tmp_path, rows)
-    (panel,), _ = build_panels(read_rows(run), read_sections([run]))
+    (panel,), _ = build_panels(read_rows(run), read_declarations([run]))
     (best,) = best_of(panel, "kl")
     assert (best.leaders, best.rest) == (("tova",), ("knorm",))
     (matrix,) = matrices(panel, "kl")
@@ -92,7 +92,7 @@ def test_who_wins_most_samples_is_not_behind(tmp_path: Path) -> None:
             values = {"nll": 1.0 + ahead, "nll_tokens": 10**6 if index == 0 else 1}
             rows.append(row(spec, 64, f"s{index:02}", metrics=values))
     run = make_rows(tmp_path, rows)
-    (panel,), _ = build_panels(read_rows(run), Sections({"boolq": {"metric": "ppl"}}, {}))
+    (panel,), _ = build_panels(read_rows(run), Declarations({"boolq": {"metric": "ppl"}}, {}))
     assert panel.main == "ppl"
     (line,) = panel.pairs("ppl").to_dict("records")
     assert line["metric"] == "nll"
@@ -110,7 +110,7 @@ def test_rounding_makes_no_winner(tmp_path: Path) -> None:
         for index in range(20)
     ]
     run = make_rows(tmp_path, rows)
-    (panel,), _ = build_panels(read_rows(run), read_sections([run]))
+    (panel,), _ = build_panels(read_rows(run), read_declarations([run]))
     (best,) = best_of(panel, "kl")
     assert (best.leaders, best.open) == (("knorm", "tova", "snapkv"), True)
     (matrix,) = matrices(panel, "kl")
@@ -142,7 +142,7 @@ def test_pins_of_two_rules(tmp_path: Path) -> None:
                     values = {"accuracy": 0.5 + (gain if spec != "kvp" else 0.0)}
                     rows.append(row(spec, budget, f"s{index}", pins=shared, pins_mode=rule, metrics=values))
         folders.append(make_rows(tmp_path / rule.replace(",", "-"), rows))
-    panels, _ = build_panels(read_rows(folders), read_sections(folders))
+    panels, _ = build_panels(read_rows(folders), read_declarations(folders))
     native, same = panels
     assert native.order == same.order == ["snapkv", "tova", "kvp"]  # kvp's rows have one key
     told = {

@@ -9,7 +9,7 @@ import pytest
 import scipy.stats
 from matplotlib.colors import to_rgb
 
-from kvbench.show.panel import Panel, build_panels, read_sections
+from kvbench.show.panel import Panel, build_panels, read_declarations
 from kvbench.show.report.chart import BOTTOM, HEIGHT, LEFT, TOP, picture_of
 from kvbench.show.report.look import CONTRAST, DARK, assign_looks, brighten, luminance, outline
 from kvbench.show.report.relation import cells_table, relate, spearman
@@ -23,7 +23,7 @@ from tests.store.synthetic import BUDGETS
 @pytest.fixture(scope="module")
 def panel(tmp_path_factory: pytest.TempPathFactory) -> Panel:
     run = make_run(tmp_path_factory.mktemp("run"), samples=12)
-    return build_panels(read_rows(run), read_sections([run]))[0][0]
+    return build_panels(read_rows(run), read_declarations([run]))[0][0]
 
 
 def test_a_linear_axis() -> None:
@@ -67,11 +67,11 @@ def test_every_curve_goes_through_its_means(panel: Panel) -> None:
     drawn = assign_looks(panel.order, panel.looks)
     chart = picture_of(panel, "accuracy", drawn, "c")
     assert chart.kind == "curves"
-    assert {curve.look.label for curve in chart.traces} == set(panel.order) - {"full"}
+    assert {curve.look.label for curve in chart.strokes} == set(panel.order) - {"full"}
     lines = panel.of("accuracy")
     pixels = {text: y for y, text in chart.y}
     low, high = sorted(pixels, key=float)[0], sorted(pixels, key=float)[-1]
-    for curve in chart.traces:
+    for curve in chart.strokes:
         means = lines[lines["label"] == curve.look.label].sort_values("budget")["mean"]
         points = [tuple(map(float, point.split(","))) for point in curve.line.split()]
         assert len(points) == len(curve.marks) == len(BUDGETS)
@@ -98,7 +98,7 @@ def test_what_is_the_same_at_every_budget_has_one_line_per_policy(panel: Panel) 
     )
     chart = picture_of(same, "eviction_cost", assign_looks(panel.order, panel.looks), "c")
     assert chart.kind == "dots"
-    means = {curve.look.label: curve.marks[0].x for curve in chart.traces}
+    means = {curve.look.label: curve.marks[0].x for curve in chart.strokes}
     assert len(means) == len(panel.order) - 1
     assert list(means.values()) == sorted(means.values())  # the best on top
     assert picture_of(panel, "eviction_cost", assign_looks(panel.order, panel.looks), "c").kind == "curves"
@@ -133,7 +133,7 @@ def test_eviction_error_in_words(panel: Panel) -> None:
     )
     who = f"{policies} policies at {len(BUDGETS)} budgets, brackets left out"
     assert f"over n = {policies * len(BUDGETS)} cells ({who})" in text
-    assert len([mark for curve in found[1].picture.traces for mark in curve.marks]) == (policies + 2) * len(
+    assert len([mark for curve in found[1].picture.strokes for mark in curve.marks]) == (policies + 2) * len(
         BUDGETS
     )
     header, body = cells_table(panel, found)

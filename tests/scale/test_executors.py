@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import kvbench
 from kvbench.cli import main as cli
-from kvbench.cli.options import executor_named
+from kvbench.cli.options import make_executor
 from kvbench.errors import BadInput, KvbenchError, StoreError, UnknownName, WorkersLost
 from kvbench.learn.collect import TraceConfig, collect
 from kvbench.learn.trace import TraceSet
@@ -126,16 +126,16 @@ def test_errors_travel(error: KvbenchError) -> None:
 
 
 def test_the_choice_of_an_executor() -> None:
-    assert isinstance(executor_named("local"), Local)
-    assert isinstance(executor_named("ray", 2), Executor)
+    assert isinstance(make_executor("local"), Local)
+    assert isinstance(make_executor("ray", 2), Executor)
     for bad in ({"name": "slurm"}, {"name": "local", "workers": 2}, {"name": "ray", "workers": 0}):
         with pytest.raises(BadInput):
-            executor_named(**bad)  # type: ignore[arg-type]
+            make_executor(**bad)  # type: ignore[arg-type]
 
 
 def test_run_time_plugins_are_refused_before_anything_loads(folder: str, tmp_path: Path) -> None:
     with toy.added(), pytest.raises(BadInput, match="registered at run time"):
-        kvbench.run(config(folder, tmp_path), progress=False, executor=executor_named("ray", 1))
+        kvbench.run(config(folder, tmp_path), progress=False, executor=make_executor("ray", 1))
     assert not (tmp_path / "rows.jsonl").exists()
 
 

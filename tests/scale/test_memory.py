@@ -115,4 +115,4 @@ def test_the_peak_is_of_what_came_after_the_reset() -> None:
 
 @pytest.mark.parametrize(("count", "words"), [(2**20, "1 MiB"), (3 * 2**29, "1.50 GiB")])
 def test_bytes_in_words(count: int, words: str) -> None:
-    assert memory.told(count) == words
+    assert memory.format_size(count) == words

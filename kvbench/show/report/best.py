@@ -15,7 +15,7 @@ from ...stats.significance import ALPHA, holm
 from ..footnotes import majority
 from ..panel import Panel
 from ..scale import NOISE
-from ..words import enumerate_words, number, spaced
+from ..words import as_words, enumerate_words, number
 
 
 @dataclass(frozen=True)
@@ -100,7 +100,7 @@ def mean_text(line: pd.Series, metric: Metric) -> str:
 
 def doubts(panel: Panel, metric: str, bests: Sequence[Best]) -> list[str]:
     """Why this metric may not tell the policies apart, each in a sentence; empty where it does."""
-    found, name = [], spaced(metric)
+    found, name = [], as_words(metric)
     rate = majority(panel.measured) if metric in CHOICE else None
     if rate is not None:
         lines = panel.of(metric)
@@ -142,11 +142,11 @@ def ahead_of_full(panel: Panel, metric: str) -> list[str]:
 def answer(bests: Sequence[Best], metric: str) -> str:
     """The best policy at each budget, as one sentence."""
     if not bests:
-        return f"There are no two policies to compare by {spaced(metric)}."
+        return f"There are no two policies to compare by {as_words(metric)}."
     parts = []
     for text, group in groupby(bests, key=_answer_at):
         parts.append(f"{text} at {enumerate_words([best.budget for best in group])}")
-    return f"Best by {spaced(metric)}: {'; '.join(parts)}."
+    return f"Best by {as_words(metric)}: {'; '.join(parts)}."
 
 
 def _answer_at(best: Best) -> str:

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from ...contract.metrics import Metric
 from ...stats.bootstrap import Floats
-from ..chart import BUDGET, Chart, Curve, Level, chart_of
+from ..chart import BUDGET, BudgetCurve, Chart, Level, chart_of
 from ..panel import Panel
 from ..scale import Scale, budget_scale, scale_of
 from ..table import pivot
-from ..words import spaced
+from ..words import as_words
 from .look import Look
 
 WIDTH, HEIGHT = 480, 300
@@ -38,7 +38,7 @@ class Mark:
 
 
 @dataclass(frozen=True)
-class Trace:
+class Stroke:
     """What is drawn of one label. line, band and edges are the points of an SVG polyline or polygon."""
 
     look: Look
@@ -69,7 +69,7 @@ class Picture:
     x_label: str
     x: list[tuple[float, str]]
     y: list[tuple[float, str]]
-    traces: list[Trace]
+    strokes: list[Stroke]
     guides: list[Guide] = field(default_factory=list)
     height: float = HEIGHT
     left: float = LEFT
@@ -90,18 +90,18 @@ def _draw_curves(
 ) -> Picture:
     y = _value_scale(chart.values, chart.metric, (HEIGHT - BOTTOM, TOP))
     x = budget_scale(chart.budgets or [1], (LEFT, WIDTH - RIGHT))
-    traces = []
+    strokes = []
     for place, curve in enumerate(chart.curves):
         shift = 0.0 if len(chart.budgets) > 1 else (place - (len(chart.curves) - 1) / 2) * ROW
-        traces.append(_trace(curve, looks[curve.label], x, y, shift))
+        strokes.append(_stroke(curve, looks[curve.label], x, y, shift))
     guides = [_guide(level, looks, y) for level in chart.levels]
     return Picture(
-        ident, "curves", spaced(chart.metric.name), _unit(chart.metric), BUDGET,
-        x.marks if chart.budgets else [], y.marks, traces, guides, header=header, body=body,
+        ident, "curves", as_words(chart.metric.name), _unit(chart.metric), BUDGET,
+        x.marks if chart.budgets else [], y.marks, strokes, guides, header=header, body=body,
     )  # fmt: skip
 
 
-def _trace(curve: Curve, look: Look, x: Scale, y: Scale, shift: float) -> Trace:
+def _stroke(curve: BudgetCurve, look: Look, x: Scale, y: Scale, shift: float) -> Stroke:
     places = [x.at(float(budget)) + shift for budget in curve.budgets]
     single = len(places) == 1
     marks = tuple(
@@ -110,9 +110,9 @@ def _trace(curve: Curve, look: Look, x: Scale, y: Scale, shift: float) -> Trace:
     )
     low, high = (_ends(places, ends, y) for ends in (curve.low, curve.high))
     if single:
-        return Trace(look, marks, edges=tuple(_points([*pair]) for pair in zip(low, high, strict=True)))
+        return Stroke(look, marks, edges=tuple(_points([*pair]) for pair in zip(low, high, strict=True)))
     line = _points([(mark.x, mark.y) for mark in marks])
-    return Trace(look, marks, line, _points(low + high[::-1]), (_points(low), _points(high)))
+    return Stroke(look, marks, line, _points(low + high[::-1]), (_points(low), _points(high)))
 
 
 def _ends(places: Sequence[float], values: Floats, y: Scale) -> list[tuple[float, float]]:
@@ -138,16 +138,16 @@ def _draw_dots(
     dots += [(level.label, level.mean, level.low, level.high) for level in chart.levels if level.style]
     dots.sort(key=lambda dot: dot[1] if chart.metric.better == "lower" else -dot[1])
     x = _value_scale(chart.values, chart.metric, (NAMES, WIDTH - RIGHT))
-    traces, names = [], []
+    strokes, names = [], []
     for place, (label, mean, *ends) in enumerate(dots):
         height = TOP + ROW * (place + 0.5)
         line = _points([(x.at(end), height) for end in ends if math.isfinite(end)])
-        traces.append(Trace(looks[label], (Mark(x.at(mean), height),), edges=(line,)))
+        strokes.append(Stroke(looks[label], (Mark(x.at(mean), height),), edges=(line,)))
         names.append((height, looks[label].text))
     bottom = TOP + ROW * len(dots)
     return Picture(
-        ident, "dots", spaced(chart.metric.name), f"{_unit(chart.metric)}; the same at every budget", "",
-        x.marks, names, traces, height=bottom + BOTTOM - 20, left=NAMES, header=header, body=body,
+        ident, "dots", as_words(chart.metric.name), f"{_unit(chart.metric)}; the same at every budget", "",
+        x.marks, names, strokes, height=bottom + BOTTOM - 20, left=NAMES, header=header, body=body,
     )  # fmt: skip
 
 

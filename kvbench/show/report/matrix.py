@@ -12,7 +12,7 @@ from ...stats.panels import shorten
 from ...stats.significance import ALPHA
 from ..panel import Panel
 from ..scale import NOISE
-from ..words import probability, sample_count, signed
+from ..words import difference_text, probability, sample_count
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,8 @@ def _entry(line: Mapping[Any, Any], metric: Metric, sign: int) -> Entry:
     if line["p_holm"] < ALPHA and abs(difference) > NOISE and metric.better != "none":
         verdict = "better" if (difference > 0) == (metric.better == "higher") else "worse"
     ends = sorted((sign * line["lo"] + 0.0, sign * line["hi"] + 0.0)) if math.isfinite(line["lo"]) else []
-    interval = f"[{','.join(signed(end, metric) for end in ends)}]" if ends else ""
+    interval = f"[{','.join(difference_text(end, metric) for end in ends)}]" if ends else ""
     outcomes = f"{win}/{line['tie']}/{loss}"
-    return Entry(verdict, signed(difference, metric), interval, outcomes, probability(line["p_holm"]))
+    return Entry(
+        verdict, difference_text(difference, metric), interval, outcomes, probability(line["p_holm"])
+    )

@@ -20,7 +20,7 @@ from ...stats.significance import ALPHA
 from ...store.results import read_rows
 from ..comparison_table import NAMES
 from ..footnotes import footnotes
-from ..panel import Panel, build_panels, read_sections, run_folder
+from ..panel import Panel, build_panels, read_declarations, run_folder
 from ..words import enumerate_words, number, sample_count
 from .best import Best, ahead_of_full, answer, best_of, doubts
 from .chart import WIDTH, Picture, picture_of
@@ -96,7 +96,7 @@ def render(paths: Sequence[Path]) -> str:
     rows = rows.assign(
         run=rows["run"].map({str(path): name for path, name in zip(paths, names, strict=True)})
     )
-    every, lines = build_panels(rows, read_sections(paths))
+    every, lines = build_panels(rows, read_declarations(paths))
     panels = [panel for panel in every if len(panel.measured)]
     if not panels:
         raise StoreError(f"no usable rows in {paths[0]}: `kvbench table` shows what was skipped or failed")

@@ -16,7 +16,7 @@ from ...stats.panels import SETTING, shorten
 from ...store.frame import metrics_of
 from ..footnotes import pins_total
 from ..panel import Panel
-from ..words import probability, signed
+from ..words import difference_text, probability
 
 SAME = [name for name in SETTING if name != "pins_mode"]
 
@@ -106,5 +106,5 @@ def _effect(part: pd.DataFrame, alike: Sequence[str]) -> Effect:
 
 
 def _cell(line: Mapping[Any, Any], metric: Metric) -> str:
-    low, high = (signed(line[end], metric) for end in ("lo", "hi"))
-    return f"{signed(line['difference'], metric)} [{low},{high}] p {probability(line['p_holm'])}"
+    low, high = (difference_text(line[end], metric) for end in ("lo", "hi"))
+    return f"{difference_text(line['difference'], metric)} [{low},{high}] p {probability(line['p_holm'])}"

@@ -14,8 +14,8 @@ from ...stats.bootstrap import LEVEL, Floats
 from ...stats.panels import shorten
 from ..panel import Panel
 from ..scale import NOISE, scale_of
-from ..words import enumerate_words, number, spaced
-from .chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Mark, Picture, Trace
+from ..words import as_words, enumerate_words, number
+from .chart import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, Mark, Picture, Stroke
 from .look import Look
 
 ERRORS = ("missed_mass", "eviction_cost")
@@ -60,7 +60,7 @@ def cells_table(panel: Panel, found: Sequence[Relation]) -> tuple[list[str], lis
             ]
             if any(texts):
                 body.append([shorten(label), str(budget), *texts])
-    return ["policy", "budget", *map(spaced, names)], body
+    return ["policy", "budget", *map(as_words, names)], body
 
 
 def _cells(panel: Panel, x: str, y: str) -> pd.DataFrame:
@@ -80,23 +80,23 @@ def _draw(
     below, about = panel.about(x_name), panel.about(y_name)
     x = scale_of(cells["x"].tolist(), (LEFT, WIDTH - RIGHT), below.limits)
     y = scale_of(cells["y"].tolist(), (HEIGHT - BOTTOM, TOP), about.limits, about.better != "higher")
-    traces = []
+    strokes = []
     for label in panel.order:
         mine = cells[cells["label"] == label].sort_values("budget")
         marks = []
         for cell in mine.to_dict("records"):
             tip = (
-                f"{looks[label].text} at {cell['budget']}: {spaced(x_name)} {number(cell['x'], below)}, "
-                f"{spaced(y_name)} {number(cell['y'], about)}"
+                f"{looks[label].text} at {cell['budget']}: {as_words(x_name)} {number(cell['x'], below)}, "
+                f"{as_words(y_name)} {number(cell['y'], about)}"
             )
             size = 7 + 6 * panel.budgets.index(int(cell["budget"])) / max(1, len(panel.budgets) - 1)
             at = x.at(cell["x"]), y.at(cell["y"])
             marks.append(Mark(*at, bool(cell["only_pins"]), round(size, 1), tip))
         if marks:
-            traces.append(Trace(looks[label], tuple(marks)))
+            strokes.append(Stroke(looks[label], tuple(marks)))
     return Picture(
-        ident, "cells", f"{spaced(y_name)} against {spaced(x_name)}", f"{about.better} is better",
-        f"{spaced(x_name)} (lower is better)", x.marks, y.marks, traces,
+        ident, "cells", f"{as_words(y_name)} against {as_words(x_name)}", f"{about.better} is better",
+        f"{as_words(x_name)} (lower is better)", x.marks, y.marks, strokes,
     )  # fmt: skip
 
 
