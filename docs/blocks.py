@@ -15,7 +15,7 @@ import pandas as pd
 
 from kvbench.contract.cell import FULL
 from kvbench.contract.metrics import Metric, describe
-from kvbench.show.words import number, probability, signed
+from kvbench.show.words import difference_text, number, probability
 from kvbench.stats.aggregate import aggregate
 from kvbench.stats.compare import compare_pairs
 from kvbench.stats.compare_rules import compare_rules
@@ -130,7 +130,7 @@ def differences(frame: pd.DataFrame, metric: str, budgets: str, options: dict[st
             found = frame[(frame["policy"] == name) & (frame["budget"] == budget)].to_dict("records")
             for line in found[:1]:
                 ends = f"[{number(line['lo'], about)},{number(line['hi'], about)}]"
-                row.append(f"{signed(line['difference'], about)} {ends}")
+                row.append(f"{difference_text(line['difference'], about)} {ends}")
                 row.append(f"{probability(line['p_holm'])}, {line['win']}/{line['tie']}/{line['loss']}")
             row += ["", ""] * (not found)
         body.append(row)

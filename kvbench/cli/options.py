@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -23,6 +23,23 @@ if TYPE_CHECKING:
 NAMES = ("local", "ray")
 REFUSED, INTERRUPTED = 2, 130  # exit codes
 FAILED = 1  # exit code
+
+# Options that several commands take.
+ModelName = Annotated[str, typer.Option(help="Alias, local folder or hub id of the model.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all (layers spread over all GPUs).")]
+DType = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+OutFolder = Annotated[
+    str | None, typer.Option(help="Run folder; default: derived from the settings, under results/.")
+]
+ExecutorName = Annotated[
+    str, typer.Option(help="Where to compute: local, or ray (workers of a Ray cluster).")
+]
+Workers = Annotated[
+    int | None, typer.Option(help="Ray workers; default: one per GPU, or per machine without GPUs.")
+]
+RayAddress = Annotated[
+    str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, a local cluster, or a new one.")
+]
 
 
 def make_executor(name: str, workers: int | None = None, address: str | None = None) -> Executor:

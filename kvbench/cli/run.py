@@ -9,7 +9,21 @@ import typer
 from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, split_specs
 from ..contract.spec import split_name
 from ..study.config import RunConfig
-from .options import FAILED, INTERRUPTED, make_executor, parse_budgets, parse_seeds, tasks_of
+from .options import (
+    FAILED,
+    INTERRUPTED,
+    Device,
+    DType,
+    ExecutorName,
+    ModelName,
+    OutFolder,
+    RayAddress,
+    Workers,
+    make_executor,
+    parse_budgets,
+    parse_seeds,
+    tasks_of,
+)
 
 if TYPE_CHECKING:
     from ..study.runner import RunResult
@@ -21,16 +35,14 @@ def run(
     budgets: Annotated[
         list[str], typer.Option(help="KV pairs kept per KV head per layer, as in 20,100,500.")
     ],
-    model: Annotated[str, typer.Option(help="Alias, local folder or hub id of the model.")] = "smollm2-135m",
+    model: ModelName = "smollm2-135m",
     limit: Annotated[int | None, typer.Option(help="Samples per task; default: all of them.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated samples and random policies.")] = 0,
     seeds: Annotated[
         list[str] | None, typer.Option(help="Several seeds, as in 0,1,2; tables and figures pool them.")
     ] = None,
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, or cuda:all (layers spread over all GPUs).")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    device: Device = "auto",
+    dtype: DType = "auto",
     protocol: Annotated[
         str, typer.Option(help="paper: each task's and policy's own rules; controlled: the same for all.")
     ] = "paper",
@@ -51,18 +63,10 @@ def run(
     draft: Annotated[
         bool, typer.Option(help="Verify likely answers in one pass: same results, less time.")
     ] = True,
-    out: Annotated[
-        str | None, typer.Option(help="Run folder; default: derived from the settings, under results/.")
-    ] = None,
-    executor: Annotated[
-        str, typer.Option(help="Where to evaluate: local, or ray (workers of a Ray cluster).")
-    ] = "local",
-    workers: Annotated[
-        int | None, typer.Option(help="Ray workers; default: one per GPU, or per machine without GPUs.")
-    ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, a local cluster, or a new one.")
-    ] = None,
+    out: OutFolder = None,
+    executor: ExecutorName = "local",
+    workers: Workers = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Evaluate policies on tasks at every budget. Repeating a command resumes its run folder.
 

@@ -9,6 +9,7 @@ import typer
 from ..contract.registry import POLICIES, expand_policies, split_specs
 from ..contract.spec import split_name
 from ..errors import BadInput
+from .options import Device, DType, ModelName, OutFolder
 
 
 def speed(
@@ -19,14 +20,10 @@ def speed(
     budget: Annotated[int, typer.Option(help="KV pairs per KV head per layer after compaction.")] = 256,
     new_tokens: Annotated[int, typer.Option(help="Tokens to decode from each compacted cache.")] = 32,
     repeat: Annotated[int, typer.Option(help="Passes per length; the table shows medians.")] = 3,
-    model: Annotated[str, typer.Option(help="Alias, local folder or hub id of the model.")] = "smollm2-135m",
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, or cuda:all (layers spread over all GPUs).")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    out: Annotated[
-        str | None, typer.Option(help="Run folder; default: derived from the settings, under results/.")
-    ] = None,
+    model: ModelName = "smollm2-135m",
+    device: Device = "auto",
+    dtype: DType = "auto",
+    out: OutFolder = None,
 ) -> None:
     """Time prefill, scoring, ranking, compaction and decoding; count operations; measure peak memory.
 

@@ -9,6 +9,7 @@ import typer
 from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of, split_specs
 from ..contract.spec import split_name
 from ..errors import BadInput, UnknownName
+from .options import Device, DType, ExecutorName, ModelName, OutFolder, RayAddress, Workers
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -23,7 +24,7 @@ def trace(
     task: Annotated[list[str], typer.Option(help="Tasks to sample from, in turn.")],
     samples: Annotated[int, typer.Option(help="Total number of traces.")],
     out: Annotated[str, typer.Option(help="Folder for the traces.")],
-    model: Annotated[str, typer.Option(help="Alias, local folder or hub id of the model.")] = "smollm2-135m",
+    model: ModelName = "smollm2-135m",
     length: Annotated[
         str | None, typer.Option(help="Tokens per sample: 512, or a range as in 350-700.")
     ] = None,
@@ -36,19 +37,11 @@ def trace(
         str, typer.Option(help="data (the reference answer) or generated (the model's own answer).")
     ] = "data",
     store: Annotated[str, typer.Option(help="Precision on disk: float16, bfloat16 or float32.")] = "float16",
-    device: Annotated[
-        str, typer.Option(help="auto, cpu, cuda, or cuda:all (layers spread over all GPUs).")
-    ] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
-    executor: Annotated[
-        str, typer.Option(help="Where to record: local, or ray (workers of a Ray cluster).")
-    ] = "local",
-    workers: Annotated[
-        int | None, typer.Option(help="Ray workers; default: one per GPU, or per machine without GPUs.")
-    ] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, a local cluster, or a new one.")
-    ] = None,
+    device: Device = "auto",
+    dtype: DType = "auto",
+    executor: ExecutorName = "local",
+    workers: Workers = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Record queries, keys and values of every layer, one forward pass per sample; resumable."""
     specs = expand_tasks(split_specs(task))
@@ -74,13 +67,9 @@ def train(
     recipe: Annotated[
         str | None, typer.Option(help="Named settings of the trainer; default: its first.")
     ] = None,
-    executor: Annotated[
-        str, typer.Option(help="Where to train: local, or ray (layers distributed over workers).")
-    ] = "local",
-    workers: Annotated[int | None, typer.Option(help="Ray workers; default: one per machine.")] = None,
-    ray_address: Annotated[
-        str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, a local cluster, or a new one.")
-    ] = None,
+    executor: ExecutorName = "local",
+    workers: Workers = None,
+    ray_address: RayAddress = None,
 ) -> None:
     """Train a policy on recorded traces. Resumable; equal seeds give equal weights.
 
@@ -124,9 +113,7 @@ def eviction_error(
         bool, typer.Option(help="Also write the mean cost of every layer and KV head.")
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of split points and of random policies.")] = 0,
-    out: Annotated[
-        str | None, typer.Option(help="Run folder; default: derived from the settings, under results/.")
-    ] = None,
+    out: OutFolder = None,
 ) -> None:
     """Measure eviction cost and missed mass on recorded traces. A model is loaded for soft tokens only."""
     import json
