@@ -24,10 +24,14 @@ CLOSE = 1e-9  # relative: a number written as text and read again is the same
 
 
 class Current:
-    """What the rows of some run folders say now. They are read, and each metric is aggregated, once."""
+    """What the rows of some run folders say now. They are read, and each metric is aggregated, once.
 
-    def __init__(self, paths: Sequence[str | Path]) -> None:
+    wider: of more folders, which may be what a figure or page shows when these rows alone do not give it.
+    """
+
+    def __init__(self, paths: Sequence[str | Path], wider: Current | None = None) -> None:
         self._paths = paths
+        self._wider = wider
         self._lines: dict[tuple[str, ...], dict[Any, Any]] = {}
         self._metrics: set[str] = set()
 
@@ -47,6 +51,10 @@ class Current:
 
     def contradict(self, written: Sequence[Mapping[str, Any]]) -> str:
         """The first written number that the rows do not give, in words, or ""."""
+        fault = self._contradict(written)
+        return fault and self._wider.contradict(written) if self._wider else fault
+
+    def _contradict(self, written: Sequence[Mapping[str, Any]]) -> str:
         now = self.lines(line["metric"] for line in written)
         for line in written:
             current = now.get(tuple(line[name] for name in LINE))
@@ -64,7 +72,7 @@ class Current:
 def check_figures(folder: Path, current: Current, every: bool) -> Iterator[Finding]:
     """One finding per file of numbers in `figures`.
 
-    current: of all run folders that figures may show. every: an image without numbers is a fault.
+    current: of this run folder, then of all that it may show. every: an image without numbers is a fault.
     """
     place = folder / "figures"
     files = {file: _read_lines(file) for file in sorted(place.glob("*.csv"))}
@@ -81,7 +89,7 @@ def check_figures(folder: Path, current: Current, every: bool) -> Iterator[Findi
 
 
 def check_pages(folder: Path, current: Current) -> Iterator[Finding]:
-    """One finding per page of `kvbench report` in the folder. current: of all run folders it may show."""
+    """One finding per page of `kvbench report` in the folder. current: as in check_figures."""
     for file in sorted(folder.glob("*.html")):
         try:
             lines, whole = read_numbers(file.read_text(encoding="utf-8"))

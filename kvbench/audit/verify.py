@@ -16,8 +16,8 @@ from typing import Any
 from ..contract.cell import FULL
 from ..contract.identity import config_of, key_of
 from ..contract.metrics import describe
-from ..store.manifest import read_manifest, stored_metrics
-from ..store.results import Row, stored_rows
+from ..store.manifest import MANIFEST, read_manifest, stored_metrics
+from ..store.results import PACKED, ROWS, Row, stored_rows
 from .finding import Finding
 from .shown import Current, check_figures, check_pages, check_table
 
@@ -60,9 +60,15 @@ def verify(
 
     tables: csv or json files that `kvbench table` wrote from these folders. sources: also look the model
     and the data up and compare their hashes with the manifest's.
+    A folder that is no run folder, beside others that are, is passed over and named.
     Raises: StoreError for a folder without readable rows or manifest.
     """
-    runs = [Run(Path(path), read_manifest(path), *stored_rows(path)) for path in paths]
+    wanted = [Path(path) for path in paths]
+    runs_only = [path for path in wanted if _is_run(path)] or wanted
+    for path in wanted:
+        if path not in runs_only:
+            yield Finding(f"{path}: not checked", True, "no run folder: neither manifest nor rows")
+    runs = [Run(path, read_manifest(path), *stored_rows(path)) for path in runs_only]
     for run in runs:
         where = f"{run.path}: " if len(runs) > 1 else ""
         for law, check in CHECKS.items():
@@ -71,12 +77,18 @@ def verify(
             from .sources import check_sources
 
             yield from check_sources(run.manifest, {row.key for row in run.rows}, where)
-    current = Current(paths)
+    every = Current(runs_only)
     for run in runs:
+        current = Current([run.path], every) if len(runs) > 1 else every
         yield from check_figures(run.path, current, every=bool(run.own))
         yield from check_pages(run.path, current)
     for table in tables:
-        yield check_table(Path(table), current)
+        yield check_table(Path(table), every)
+
+
+def _is_run(path: Path) -> bool:
+    """Whether a folder has anything of a run; what is broken in it is told when it is read."""
+    return not path.is_dir() or any((path / name).exists() for name in (MANIFEST, ROWS, PACKED))
 
 
 def _finding(law: str, faults: Iterable[str], remark: str) -> Finding:

@@ -309,3 +309,18 @@ def test_runs_of_before_there_were_settings_are_checked_as_far_as_they_go() -> N
         "2 rows are not of"
     )
     assert SCHEMA == 1
+
+
+def test_several_folders_in_one_command(run: Path, tmp_path: Path) -> None:
+    """A figure may show its own run or all that are named; what is no run folder is passed over."""
+    other = Path(shutil.copytree(run, tmp_path / "other"))
+    rows = [json.loads(line) for line in (other / "rows.jsonl").read_text().splitlines()]
+    (other / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[: len(rows) // 2]))
+    shutil.rmtree(other / "figures")
+    plain = tmp_path / "figures"
+    plain.mkdir()
+    found = list(verify([run, other, plain]))
+    assert [finding for finding in found if not finding.passed] == []
+    assert any(str(plain) in finding.law and "no run folder" in finding.detail for finding in found)
+    with pytest.raises(StoreError, match=r"no manifest\.json"):
+        list(verify([plain]))
