@@ -37,7 +37,7 @@ class Compression:
     peak: Mapping[Cell, int]
 
 
-class Source(Protocol):
+class ChunkSource(Protocol):
     """The context, chunk by chunk."""
 
     @property
@@ -92,7 +92,7 @@ class ChunkReader:
         return rankings
 
 
-def compress(bound: BoundPolicies, cells: Sequence[Cell], source: Source, room: int) -> Compression:
+def compress(bound: BoundPolicies, cells: Sequence[Cell], source: ChunkSource, room: int) -> Compression:
     """Read, rank and evict until the context has been read.
 
     cells: of one schedule, each with a policy in `bound`. room: slots behind the context. Policies that fail

@@ -20,7 +20,7 @@ from ..model.prompt import Prompt
 from .answer import DRAFT, AnswerRequest, AnswerSet, answer_rows
 from .bind import BoundPolicies, bind_policies
 from .cache import Cache
-from .compress import ChunkReader, ReadContext, Source, compress
+from .compress import ChunkReader, ChunkSource, ReadContext, compress
 from .future import FutureAttention
 from .measure import Failure, Measurement, SampleResult, count_rows, measure_costs
 from .observe import Moment
@@ -184,7 +184,7 @@ def evaluate_batch(context: ReadSample, cells: Sequence[Cell]) -> dict[Cell, Mea
     return done
 
 
-def _choose_source(context: ReadSample, cell: Cell) -> Source:
+def _choose_source(context: ReadSample, cell: Cell) -> ChunkSource:
     """How the context is read under a cell's schedule."""
     if cell.schedule.chunk is None:
         return ReadContext(context.full, len(context.ids), context.rankings)

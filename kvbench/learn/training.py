@@ -97,7 +97,7 @@ def draw_visits(
     return visits[:count]
 
 
-class Schedule(Protocol):
+class LearningRates(Protocol):
     """The part of a recipe that the learning rate follows."""
 
     @property
@@ -110,7 +110,7 @@ class Schedule(Protocol):
     def warmup(self) -> int: ...
 
 
-def learning_rate(config: Schedule, step: int) -> float:
+def learning_rate(config: LearningRates, step: int) -> float:
     """Linear warm-up from 1% of lr, then cosine to last_lr."""
     if step < config.warmup:
         return config.lr * (0.01 + 0.99 * step / config.warmup)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import attention, keeping, storing
+from . import attention, keeping, sharing, storing
 from .mutation import Mutation
 
 
@@ -11,4 +11,6 @@ def by_law(mutation: Mutation) -> tuple[bool, int, str]:
     return not number, int(mutation.law) if number else 0, mutation.law
 
 
-MUTATIONS = sorted([*attention.MUTATIONS, *keeping.MUTATIONS, *storing.MUTATIONS], key=by_law)
+MUTATIONS = sorted(
+    [*attention.MUTATIONS, *keeping.MUTATIONS, *sharing.MUTATIONS, *storing.MUTATIONS], key=by_law
+)
