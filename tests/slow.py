@@ -17,8 +17,8 @@ ARCH = "llama"  # on which the fast half tries the laws
 # Files, or tests by the beginning of their name.
 SLOW = (
     "tests/cli/test_commands.py::test_compare_prints_a_paired_table",
-    "tests/cli/test_commands.py::test_plot_and_table_work_without_torch",
     "tests/cli/test_fuzz.py",
+    "tests/cli/test_imports.py",
     "tests/cli/test_plugin.py",
     "tests/contract/test_tasks.py::test_samples",
     "tests/faults/test_crash.py::test_a_disk_that_fills_up",
@@ -42,6 +42,7 @@ SLOW = (
     "tests/laws/test_random.py",
     "tests/laws/test_resume.py",
     "tests/laws/test_verify.py",
+    "tests/mutants/test_mutants.py::test_the_verdict",
     "tests/parity/test_kvpress.py",
     "tests/report",
     "tests/scale",

@@ -83,11 +83,17 @@ MUTATIONS = [
         MASKED,
     ),
     mutation(
-        "5", "reading a cache touches the slot behind its end", CACHE,
-        "return keys[:, :, :filled], values[:, :, :filled], positions[:, :, :filled]",
-        "values[:, :, filled : filled + 1] += values[:, :, :1]\n"
-        "        return keys[:, :, :filled], values[:, :, :filled], positions[:, :, :filled]",
-        EVERY_LOGIT,
+        "5", "reading a cache touches the slots behind its end", ATTENTION,
+        "        keys, values, positions = bucket.view(layer)\n"
+        "        batch, heads, new, dim = query.shape\n"
+        "        group = heads // keys.shape[1]\n"
+        "        if window",
+        "        keys, values, positions = bucket.view(layer)\n"
+        "        values = values + 0 * bucket.whole(layer)[1].sum()\n"
+        "        batch, heads, new, dim = query.shape\n"
+        "        group = heads // keys.shape[1]\n"
+        "        if window",
+        "laws/test_chunks.py::test_evicted_data_has_no_effect",
     ),
     mutation(
         "6", "rows of a compacted cache are given out in the wrong order", CACHE,
