@@ -20,7 +20,7 @@ from kvbench.audit.verify import verify
 from kvbench.cli import main as cli
 from kvbench.contract.metrics import METRICS
 from kvbench.errors import BadInput, StoreError
-from kvbench.show.panel import build_panels, read_sections
+from kvbench.show.panel import build_panels, read_declarations
 from kvbench.show.report import report
 from kvbench.show.report.best import best_of
 from kvbench.show.report.numbers import read_lines
@@ -277,7 +277,7 @@ def test_a_metric_that_a_plugin_declared_is_known_from_the_manifest(tmp_path: Pa
     ]
     tasks = {"boolq": {"metric": "slips"}}
     folder = make_rows(tmp_path / "run", rows, tasks=tasks, metrics={"slips": declared})
-    (panel,), _ = build_panels(read_rows(folder), read_sections([folder]))
+    (panel,), _ = build_panels(read_rows(folder), read_declarations([folder]))
     assert panel.about("slips").better == "lower"
     assert panel.pairs("slips")[["policy", "win", "loss"]].to_numpy().tolist() == [["knorm", 8, 0]]
     assert panel.pairs("slips")["unit"].tolist() == ["0..1"]
