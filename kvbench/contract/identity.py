@@ -4,7 +4,8 @@ Run, resume, verify, rerun, eviction error and speed all take their keys from he
 
 1. Declare it in AXES; its default is the value that every row had before the axis existed.
 2. Give its value where a configuration is made: in `Cell.as_dict`, or in `Workload.configuration`.
-3. Name it in `stats.panels.SETTING` if tables and figures shall keep its values apart.
+3. Name it in `stats.panels` (RULE_COLUMNS) and `stats.aggregate` (COLUMNS) if tables and figures shall keep
+   its values apart. The option itself goes through `cli.run`, `study.config` and `study.plan` to the engine.
 
 A default is neither hashed nor written, so old rows keep their keys and new rows at the default join them.
 """
