@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.contract.data import Dataset, Row, rows
+from kvbench.contract.data import DataRow, Dataset, rows
 from kvbench.contract.registry import register_task
 from kvbench.contract.task import Setting
 from kvbench.errors import BadInput
@@ -57,7 +57,7 @@ class BoolQ(Harness):
         return [HarnessRows(read(path_of("super_glue/boolq/default.yaml")), docs)], source, sha256
 
 
-def _doc(index: int, row: Row) -> Row:
+def _doc(index: int, row: DataRow) -> DataRow:
     """A row of either hub as lm-eval's columns."""
     for column in ("passage", "question"):
         if not isinstance(row[column], str):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.contract.data import Dataset, Row, rows
+from kvbench.contract.data import DataRow, Dataset, rows
 from kvbench.contract.policy import param
 from kvbench.contract.registry import register_task
 from kvbench.contract.task import Setting
@@ -67,7 +67,7 @@ class LmEval(Harness):
     def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         config = self._config(functions=True)
         found, source, sha256 = rows(self.datasets()[0], setting.data)
-        shown: list[Row] = []
+        shown: list[DataRow] = []
         if self._draws_examples(config):
             shown, other, digest = rows(_dataset(config, fewshot_split(config)), self.examples)
             source, sha256 = f"{source}; examples: {other}", joined(sha256, digest)

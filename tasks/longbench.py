@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from kvbench.contract.data import Dataset, Row, rows
+from kvbench.contract.data import DataRow, Dataset, rows
 from kvbench.contract.metrics import Metric, add_metric
 from kvbench.contract.policy import param
 from kvbench.contract.registry import register_task
@@ -69,7 +69,7 @@ class LongBench(Harness):
         ]
         return [HarnessRows(read(path_of(f"longbench/{self.subset}.yaml")), docs)], source, sha256
 
-    def fitted(self, doc: Row, write: Callable[[Row], Sample], setting: Setting) -> Sample:
+    def fitted(self, doc: DataRow, write: Callable[[DataRow], Sample], setting: Setting) -> Sample:
         """Cut the middle of the document until prompt and answer take at most max_tokens."""
         sample = write(doc)
         if self.max_tokens is None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvbench.contract.data import Dataset, Row, check, rows
+from kvbench.contract.data import DataRow, Dataset, check, rows
 from kvbench.contract.policy import param
 from kvbench.contract.registry import register_task
 from kvbench.contract.task import Setting
@@ -62,7 +62,7 @@ class MMLU(Harness):
 
     def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         found, source, sha256 = rows(self._split("test"), setting.data)
-        shown: list[Row] = []
+        shown: list[DataRow] = []
         if self.shots:
             shown, other, digest = rows(self._split("dev"), self.dev)
             source, sha256 = f"{source}; examples: {other}", joined(sha256, digest)
@@ -77,7 +77,7 @@ class MMLU(Harness):
     def few_shots(self) -> int:
         return self.shots
 
-    def _part(self, subject: str, questions: list[Row], examples: list[Row]) -> HarnessRows:
+    def _part(self, subject: str, questions: list[DataRow], examples: list[DataRow]) -> HarnessRows:
         if not questions:
             raise BadInput(f"mmlu:subject={subject}: the data has no question of this subject")
         if len(examples) < self.shots:
@@ -99,10 +99,10 @@ def subjects() -> list[str]:
     return sorted(file.stem.removeprefix("mmlu_") for file in found)
 
 
-def by_subject(found: list[Row]) -> dict[str, list[Row]]:
+def by_subject(found: list[DataRow]) -> dict[str, list[DataRow]]:
     """Rows of each subject, in order. Raises BadInput for a subject that lm-eval does not know."""
     known = subjects()
-    groups: dict[str, list[Row]] = {}
+    groups: dict[str, list[DataRow]] = {}
     for index, row in enumerate(found):
         if row["subject"] not in known:
             raise BadInput(

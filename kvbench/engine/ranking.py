@@ -28,7 +28,7 @@ from .stopwatch import Lap, SharedCosts
 SCORE_LIMIT = 2**28  # bytes of float32 attention that one call of `score` may need for a block of queries
 QUERIES = 256  # in such a block, see `contract.attention_sums`
 
-Place = tuple[int, Ranker]  # a row of the cache and who ranks it
+RowRanker = tuple[int, Ranker]  # a row of the cache and who ranks it
 Wanted = Sequence[Sequence[Ranker]]  # per row, who ranks it
 
 
@@ -49,8 +49,8 @@ class Ranking:
 class Rankings:
     """What came of a pass: for each row and ranker, a ranking or the reason why there is none."""
 
-    found: Mapping[Place, Ranking] = field(default_factory=dict)
-    failures: Mapping[Place, str] = field(default_factory=dict)
+    found: Mapping[RowRanker, Ranking] = field(default_factory=dict)
+    failures: Mapping[RowRanker, str] = field(default_factory=dict)
 
     def joined(self, other: Rankings) -> Rankings:
         """These and the rankings of another pass, which are of other rows or rankers."""
@@ -81,8 +81,8 @@ class RankingPass:
             for ranker in row:
                 mine.setdefault(ranker.policy, []).append(ranker)
         self._probe = probe
-        self._tracks: defaultdict[Place, _Track] = defaultdict(_Track)
-        self._failures: dict[Place, str] = {}
+        self._tracks: defaultdict[RowRanker, _Track] = defaultdict(_Track)
+        self._failures: dict[RowRanker, str] = {}
         self._finite: list[tuple[int, Policy, Sequence[int], Tensor]] = []
         self._laps: list[Lap] = []
 

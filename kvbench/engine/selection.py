@@ -17,7 +17,7 @@ from ..contract.draws import scrambled
 from ..model.lm import LoadedModel
 from .cache import Cache, KeptSet
 from .order import keep
-from .ranking import Place, Rankings
+from .ranking import Rankings, RowRanker
 
 
 def evict(
@@ -56,7 +56,7 @@ def _name_kept_sets(
     Every (layer, KV head, slot) has 128 random bits, and a kept set has the sum of its members', in two
     numbers. The sums of all budgets of a ranking are its running sums, and the host reads all of them once.
     """
-    sums: dict[Place, Tensor] = {}
+    sums: dict[RowRanker, Tensor] = {}
     wanted: list[Tensor] = []
     names: list[tuple[int, ...]] = [(row,) for row in rows]
     cut = []

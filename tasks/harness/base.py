@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import chain, islice, zip_longest
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvbench.contract.data import Dataset, Row, check
+from kvbench.contract.data import DataRow, Dataset, check
 from kvbench.contract.task import Answer, Sample, Samples, Setting, Task
 from kvbench.errors import BadInput
 
@@ -43,8 +43,8 @@ class HarnessRows:
     """
 
     config: Config
-    rows: list[Row]
-    shown: list[Row] = field(default_factory=list)
+    rows: list[DataRow]
+    shown: list[DataRow] = field(default_factory=list)
     prefix: str = ""
 
 
@@ -103,7 +103,7 @@ class Harness(Task):
         """Few-shot examples; None as the configuration says."""
         return None
 
-    def fitted(self, doc: Row, write: Callable[[Row], Sample], setting: Setting) -> Sample:
+    def fitted(self, doc: DataRow, write: Callable[[DataRow], Sample], setting: Setting) -> Sample:
         """The sample of a document, which a task may cut first. write: from a document to its sample."""
         return write(doc)
 
@@ -113,7 +113,7 @@ class Harness(Task):
         def render(turns: list[dict[str, str]]) -> str:
             return setting.render(turns, answer=True)
 
-        def write(doc: Row) -> Sample:
+        def write(doc: DataRow) -> Sample:
             with quiet():
                 return sample_of(task, task.ask(index, doc, setting.chat, render), name, setting.chat)
 

@@ -16,7 +16,7 @@ import datasets
 from lm_eval.api.instance import Instance
 from lm_eval.api.task import ConfigurableTask
 
-from kvbench.contract.data import Row
+from kvbench.contract.data import DataRow
 from kvbench.contract.metrics import Metric, add_metric, is_known
 from kvbench.contract.task import Answer
 from kvbench.errors import BadInput
@@ -46,7 +46,7 @@ class DocumentPrompt:
     note: str
 
 
-def _table(rows: list[Row]) -> datasets.Dataset:
+def _table(rows: list[DataRow]) -> datasets.Dataset:
     """Rows as lm-eval reads them. Raises BadInput for a row without a column that another one has: the table
     would lose it, or show the word None in a prompt."""
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -61,7 +61,7 @@ def _table(rows: list[Row]) -> datasets.Dataset:
 class Offline(ConfigurableTask):
     """A configured lm-eval task; `task_docs`, `ask` and `grade` are what is used of it."""
 
-    def __init__(self, config: Config, rows: list[Row], shown: list[Row], border: str) -> None:
+    def __init__(self, config: Config, rows: list[DataRow], shown: list[DataRow], border: str) -> None:
         """rows: the split that is evaluated. shown: the few-shot examples' split, may be empty."""
         name, few = evaluated_split(config), fewshot_split(config)
         self.dataset = {name: _table(rows)}
@@ -180,7 +180,9 @@ class Offline(ConfigurableTask):
         return gold if self.OUTPUT_TYPE == "multiple_choice" else choices[gold]
 
 
-def load(config: Config, rows: list[Row], shown: list[Row], border: str, shots: int | None) -> Offline:
+def load(
+    config: Config, rows: list[DataRow], shown: list[DataRow], border: str, shots: int | None
+) -> Offline:
     """lm-eval's task over these rows. shots: few-shot examples, None as the configuration says.
 
     Declares the task's metrics. Raises BadInput when lm-eval cannot read the rows.

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from kvbench.contract.data import Dataset, Row, check, rows
+from kvbench.contract.data import DataRow, Dataset, check, rows
 from kvbench.contract.identity import fingerprint
 from kvbench.contract.policy import param
 from kvbench.contract.registry import register_task
@@ -81,12 +81,12 @@ class Qa(Ruler):
 
     @staticmethod
     @abstractmethod
-    def unpack(document: Any) -> list[Row]:
+    def unpack(document: Any) -> list[DataRow]:
         """Rows in the hub's schema from the data set's original JSON document."""
 
     @staticmethod
     @abstractmethod
-    def questions(found: list[Row]) -> tuple[list[Question], list[str]]:
+    def questions(found: list[DataRow]) -> tuple[list[Question], list[str]]:
         """(questions in the data's order, all documents, each once)."""
 
     def check(self, data: str | None) -> None:
@@ -116,7 +116,7 @@ class Qa(Ruler):
         """Whether any of the accepted answers is in the text, whatever the case (string_match_part)."""
         return {"string_match": float(any(self._found(sample, answer)))}
 
-    def _original(self, path: str) -> list[Row]:
+    def _original(self, path: str) -> list[DataRow]:
         """Rows of a file in the data set's original layout, one JSON document."""
         hint = f"give its original .json, or a .jsonl in the schema of {self.dataset.hub}"
         try:
@@ -172,7 +172,7 @@ class Squad(Qa):
     data = "SQuAD 2.0 dev (--data, or the hub)"
 
     @staticmethod
-    def unpack(document: Any) -> list[Row]:
+    def unpack(document: Any) -> list[DataRow]:
         return [
             {
                 "title": article["title"],
@@ -186,7 +186,7 @@ class Squad(Qa):
         ]
 
     @staticmethod
-    def questions(found: list[Row]) -> tuple[list[Question], list[str]]:
+    def questions(found: list[DataRow]) -> tuple[list[Question], list[str]]:
         documents = list(dict.fromkeys(row["context"] for row in found))
         index = {text: i for i, text in enumerate(documents)}
         article: dict[str, dict[int, None]] = {}
@@ -222,7 +222,7 @@ class Hotpot(Qa):
     data = "HotpotQA dev, distractor setting (--data, or the hub)"
 
     @staticmethod
-    def unpack(document: Any) -> list[Row]:
+    def unpack(document: Any) -> list[DataRow]:
         return [
             {
                 "question": row["question"],
@@ -234,7 +234,7 @@ class Hotpot(Qa):
         ]
 
     @staticmethod
-    def questions(found: list[Row]) -> tuple[list[Question], list[str]]:
+    def questions(found: list[DataRow]) -> tuple[list[Question], list[str]]:
         index: dict[str, int] = {}
         asked = []
         for row in found:

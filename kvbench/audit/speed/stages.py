@@ -24,7 +24,7 @@ from ...engine.hidden import recorded_hidden
 from ...engine.observe import Moment, observe_rows
 from ...engine.order import rank
 from ...engine.probe import read_probe
-from ...engine.ranking import Place, Ranking, Rankings
+from ...engine.ranking import RowRanker, Ranking, Rankings
 from ...engine.score import validated_score
 from ...engine.selection import evict
 from ...errors import KvbenchError
@@ -137,7 +137,7 @@ class _StageTimer:
         """The pass is over."""
         self.forward.add(self._clock.stop(self._since))
         device = self._bound.lm.device
-        found: dict[Place, Ranking] = {}
+        found: dict[RowRanker, Ranking] = {}
         for ranker, stages in self._stages.items():
             if not stages.failed:
                 parts = zip(*self._layers[ranker], strict=True)
