@@ -24,7 +24,7 @@ from ...engine.hidden import recorded_hidden
 from ...engine.observe import Moment, observe_rows
 from ...engine.order import rank
 from ...engine.probe import read_probe
-from ...engine.ranking import RowRanker, Ranking, Rankings
+from ...engine.ranking import Ranking, Rankings, RowRanker
 from ...engine.score import validated_score
 from ...engine.selection import evict
 from ...errors import KvbenchError
