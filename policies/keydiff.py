@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
@@ -36,7 +34,7 @@ class KeyDiff(Policy):
     repeated = "mu is computed again from kept and new keys, so the kept set depends on the chunks"
     color = "#009E73"
 
-    def score(self, seen: Observation) -> Tensor:
-        unit = F.normalize(seen.keys.float(), dim=-1)
-        mu = F.normalize(unit.mean(2, keepdim=True), dim=-1)
+    def score(self, seen: Observation) -> torch.Tensor:
+        unit = torch.nn.functional.normalize(seen.keys.float(), dim=-1)
+        mu = torch.nn.functional.normalize(unit.mean(2, keepdim=True), dim=-1)
         return -torch.matmul(unit, mu.transpose(-1, -2)).squeeze(-1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
@@ -33,5 +32,5 @@ class KNorm(Policy):
     repeated = "the same tokens as in one go: the norm of a key never changes"
     color = "#56B4E9"
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         return -torch.linalg.vector_norm(seen.keys, dim=-1, dtype=torch.float32)

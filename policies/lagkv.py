@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
@@ -52,7 +51,7 @@ class LagKV(Policy):
     def pins(self) -> Pins:
         return Pins(first=self.sinks)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         score = torch.ones(seen.positions.shape, dtype=torch.float32, device=seen.keys.device)
         rest = seen.slots - self.sinks
         if rest < 2 * self.lag:
@@ -64,7 +63,7 @@ class LagKV(Policy):
         score[..., full.start : full.stop - self.lag] = rank.flatten(2) / self.lag
         return score
 
-    def _spread(self, x: Tensor) -> Tensor:
+    def _spread(self, x: torch.Tensor) -> torch.Tensor:
         """(batch, kv_head, partitions*lag, dim) -> (batch, kv_head, partitions - 1, lag)."""
         parts = x.float().unflatten(2, (-1, self.lag))
         low, high = parts[:, :, 1:].aminmax(dim=3, keepdim=True)

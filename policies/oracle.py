@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
@@ -33,5 +33,5 @@ class Oracle(Policy):
     bracket = "upper"
     color = "#444444"
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         return seen.future_attention

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
@@ -32,5 +32,5 @@ class Random(Policy):
     bracket = "lower"
     color = "#999999"
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         return seen.uniform()

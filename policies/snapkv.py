@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
 
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
@@ -57,13 +55,13 @@ class SnapKV(Policy):
     def pins(self) -> Pins:
         return Pins(last=self.window)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         received = seen.window_attention(self.window).sum(2)  # (batch, query_head, slot)
         older = max(seen.slots - self.window, 0)
         parts = [self._pool(part) for part in (received[..., :older], received[..., older:]) if part.numel()]
         pooled = seen.by_group(torch.cat(parts, -1))
         return pooled.mean(2) if self.group == "mean" else pooled.amax(2)
 
-    def _pool(self, x: Tensor) -> Tensor:
-        pool = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
+    def _pool(self, x: torch.Tensor) -> torch.Tensor:
+        pool = torch.nn.functional.max_pool1d if self.pooling == "max" else torch.nn.functional.avg_pool1d
         return pool(x, self.kernel, stride=1, padding=self.kernel // 2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
@@ -44,5 +44,5 @@ class StreamingLLM(Policy):
     def pins(self) -> Pins:
         return Pins(first=self.sinks)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         return seen.positions.float()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
 
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
@@ -31,6 +31,6 @@ class TOVA(Policy):
     repeated = "kept and new tokens are ranked by the last query of the newest chunk"
     color = "#0072B2"
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         layer = seen.window_attention(1).squeeze(2).mean(1, keepdim=True)  # (batch, 1, slot)
         return layer.expand(-1, seen.kv_heads, -1).contiguous()

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import BadInput
+from .lazy_torch import without_torch
 from .options import FAILED, console, print_findings
 
 LISTED = ("policies", "tasks", "models", "figures")
@@ -20,7 +21,7 @@ def list_(
         raise BadInput(f"list '{what}': choose one of {', '.join(LISTED)}")
     from . import describe
 
-    for part in getattr(describe, what)():
+    for part in without_torch(getattr(describe, what)):
         console().print(part)
 
 
@@ -28,7 +29,7 @@ def info(name: Annotated[str, typer.Argument(help="A policy or task, with or wit
     """Describe a policy or task: parameters, the source of every default, needs, pins, ranking."""
     from . import describe
 
-    for part in describe.entry(name):
+    for part in without_torch(lambda: describe.entry(name)):
         console().print(part, markup=False, highlight=False)
         console().print()
 

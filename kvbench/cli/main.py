@@ -7,6 +7,7 @@ Imports stay inside the commands: a bad name or number is refused before torch l
 from __future__ import annotations
 
 import errno
+import gc
 import io
 import sys
 from typing import Annotated, Any
@@ -54,6 +55,7 @@ app = typer.Typer(
 
 def main() -> None:
     """Entry point of the `kvbench` command. What an output cannot show (half a surrogate pair) is escaped."""
+    gc.set_threshold(50_000)  # imports and rows make many objects, and few of them garbage
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from ..errors import PluginError
 
 BLOCK = 256  # queries per block when attention is streamed: memory O(BLOCK x slots), never n x n
 
 
-def attention_rows(queries: Tensor, keys: Tensor, scaling: float, offset: int) -> Tensor:
+def attention_rows(queries: torch.Tensor, keys: torch.Tensor, scaling: float, offset: int) -> torch.Tensor:
     """Causal attention probabilities of a block of queries over all slots.
 
     queries: (batch, query_head, t, dim), the block's first query sitting at slot `offset`;
@@ -29,7 +28,9 @@ def attention_rows(queries: Tensor, keys: Tensor, scaling: float, offset: int) -
     return logits.softmax(-1)
 
 
-def streamed_sums(queries: Tensor, keys: Tensor, scaling: float, offset: int, reduce: str) -> Tensor:
+def streamed_sums(
+    queries: torch.Tensor, keys: torch.Tensor, scaling: float, offset: int, reduce: str
+) -> torch.Tensor:
     """Column sums of attention over all queries, in blocks.
 
     reduce "sum": (batch, query_head, slot), the sum over queries of each query head.
@@ -37,7 +38,7 @@ def streamed_sums(queries: Tensor, keys: Tensor, scaling: float, offset: int, re
     (the utility u of KVP, arXiv:2602.10238, with A maxed over the group).
     """
     kv_heads, slots = keys.shape[1], keys.shape[2]
-    total: Tensor | None = None
+    total: torch.Tensor | None = None
     for start in range(0, queries.shape[2], BLOCK):
         rows = attention_rows(queries[:, :, start : start + BLOCK], keys, scaling, offset + start)
         if reduce == "max":

@@ -6,7 +6,6 @@ import hashlib
 from typing import Any
 
 import torch
-from torch import Tensor
 
 
 def draw_key(*parts: Any) -> int:
@@ -15,7 +14,7 @@ def draw_key(*parts: Any) -> int:
     return int.from_bytes(digest[:8], "little", signed=True)
 
 
-def scrambled(x: Tensor) -> Tensor:
+def scrambled(x: torch.Tensor) -> torch.Tensor:
     """64 well mixed bits for each whole number: the finaliser of splitmix64, int64."""
     x = x * -7046029254386353131
     for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
@@ -23,7 +22,7 @@ def scrambled(x: Tensor) -> Tensor:
     return x ^ ((x >> 31) & ((1 << 33) - 1))
 
 
-def uniform_at(key: int, positions: Tensor) -> Tensor:
+def uniform_at(key: int, positions: torch.Tensor) -> torch.Tensor:
     """One uniform draw in [0, 1) per (KV head, original position): (batch, kv_head, slot) float32.
 
     Counter-based (from key, KV head and position), so a token keeps its draw

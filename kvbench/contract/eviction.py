@@ -7,10 +7,9 @@ question and the reference answer pay to it on the full cache, maxed over the qu
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
-def eviction_cost(order: Tensor, utility: Tensor) -> Tensor:
+def eviction_cost(order: torch.Tensor, utility: torch.Tensor) -> torch.Tensor:
     """C(sigma)/C(sigma*) of KVP, with C = sum_b b * u_(sigma_b) (arXiv:2602.10238, eq. 3.7).
 
     order: (..., slot) a ranking; utility: (..., slot) float32, not negative. Returns (...) float32,
@@ -19,7 +18,7 @@ def eviction_cost(order: Tensor, utility: Tensor) -> Tensor:
     return eviction_costs([order], utility)[0]
 
 
-def eviction_costs(orders: list[Tensor], utility: Tensor) -> list[Tensor]:
+def eviction_costs(orders: list[torch.Tensor], utility: torch.Tensor) -> list[torch.Tensor]:
     """`eviction_cost` of several rankings of the same tokens."""
     utility = utility.double()
     rank = torch.arange(1, utility.shape[-1] + 1, device=utility.device, dtype=torch.float64)
@@ -28,7 +27,7 @@ def eviction_costs(orders: list[Tensor], utility: Tensor) -> list[Tensor]:
     return [torch.where(best > 0, cost / best, 1.0).float() for cost in costs]
 
 
-def missed_mass(kept: Tensor, utility: Tensor) -> Tensor:
+def missed_mass(kept: torch.Tensor, utility: torch.Tensor) -> torch.Tensor:
     """Share of the future attention on context tokens that goes to evicted ones, 0..1.
 
     kept: (..., kept) original positions that stayed; utility: (..., context). Returns (...) float32.

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..errors import PluginError
 from .attention_sums import attention_rows, streamed_sums
@@ -51,15 +50,15 @@ class ProbeLayer:
     """A policy's n extra tokens in one layer, after RoPE: queries (batch, query_head, n, dim), keys
     (batch, kv_head, n, dim)."""
 
-    queries: Tensor
-    keys: Tensor
+    queries: torch.Tensor
+    keys: torch.Tensor
 
 
-def compute_once(shared: SharedWork, name: Any, compute: Callable[[], Tensor]) -> Tensor:
+def compute_once(shared: SharedWork, name: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
     """Shared work, computed by whoever asks first."""
     if name not in shared:
         shared[name] = compute()
-    found: Tensor = shared[name]
+    found: torch.Tensor = shared[name]
     return found
 
 
@@ -77,21 +76,21 @@ class Observation:
 
     layer: int
     n_layers: int
-    keys: Tensor
-    values: Tensor
-    positions: Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    positions: torch.Tensor
     new: int
     seen: int
     scaling: float
     _draw: int
-    _queries: Tensor
-    _hidden: Tensor | None = None
-    _future: Callable[[], Tensor] | None = None
+    _queries: torch.Tensor
+    _hidden: torch.Tensor | None = None
+    _future: Callable[[], torch.Tensor] | None = None
     _probe: ProbeLayer | None = None
     full_index: int = 0
     needs: frozenset[Need] = frozenset(Need)
     _shared: SharedWork = field(default_factory=dict)
-    _sharing: Callable[[SharedWork, Any, Callable[[], Tensor]], Tensor] = compute_once
+    _sharing: Callable[[SharedWork, Any, Callable[[], torch.Tensor]], torch.Tensor] = compute_once
     _whole: Observation | None = None
 
     def limited_to(self, needs: frozenset[Need]) -> Observation:
@@ -103,7 +102,7 @@ class Observation:
         return Observation(**shown)
 
     @property
-    def _all_keys(self) -> Tensor:
+    def _all_keys(self) -> torch.Tensor:
         """Keys for shared work; a policy may use its results without declaring KEYS."""
         return (self._whole or self).keys
 
@@ -115,12 +114,12 @@ class Observation:
     def kv_heads(self) -> int:
         return self.positions.shape[1]
 
-    def window_queries(self, window: int) -> Tensor:
+    def window_queries(self, window: int) -> torch.Tensor:
         """Queries of the last min(window, new) tokens, after RoPE: (batch, query_head, w, dim)."""
         self._require(Need.WINDOW_QUERIES)
         return self._queries[:, :, -window:]
 
-    def window_attention(self, window: int) -> Tensor:
+    def window_attention(self, window: int) -> torch.Tensor:
         """Attention of the last min(window, new) tokens over all slots, causal inside the window.
 
         (batch, query_head, w, slot) float32; the softmax runs over every slot, so rows sum to 1.
@@ -128,12 +127,12 @@ class Observation:
         self._require(Need.WINDOW_QUERIES)
         return self._once(("window", window), lambda: self._compute_window(window))
 
-    def _compute_window(self, window: int) -> Tensor:
+    def _compute_window(self, window: int) -> torch.Tensor:
         queries = self._queries[:, :, -window:]
         return attention_rows(queries, self._all_keys, self.scaling, self.slots - queries.shape[2])
 
     @property
-    def attention_sums(self) -> Tensor:
+    def attention_sums(self) -> torch.Tensor:
         """Attention received from all queries of this chunk: (batch, query_head, slot) float32."""
         self._require(Need.ATTENTION_SUMS)
         offset = self.slots - self.new
@@ -142,7 +141,7 @@ class Observation:
         )
 
     @property
-    def hidden_states(self) -> Tensor:
+    def hidden_states(self) -> torch.Tensor:
         """Inputs of the attention module for this chunk: (batch, new, d_model)."""
         self._require(Need.HIDDEN_STATES)
         if self._hidden is None:
@@ -150,7 +149,7 @@ class Observation:
         return self._hidden
 
     @property
-    def future_attention(self) -> Tensor:
+    def future_attention(self) -> torch.Tensor:
         """KVP's u: attention from question and reference answer to each slot, in the full cache.
 
         (batch, kv_head, slot) float32: sum over future tokens of the maximum over the group's query heads.
@@ -162,7 +161,7 @@ class Observation:
         return future.expand(self.positions.shape[0], -1, -1).gather(2, self.positions)
 
     @property
-    def probe_attention(self) -> Tensor:
+    def probe_attention(self) -> torch.Tensor:
         """Attention from the policy's extra tokens to every slot: (batch, query_head, n, slot) float32.
 
         The softmax runs over the slots and, causally, over the extra tokens. Only the columns of slots
@@ -173,17 +172,17 @@ class Observation:
             raise PluginError("no extra tokens were read in this layer")
         return self._once("probe", self._compute_probe)
 
-    def _compute_probe(self) -> Tensor:
+    def _compute_probe(self) -> torch.Tensor:
         assert self._probe is not None
         keys = torch.cat([self._all_keys, self._probe.keys], 2)
         return attention_rows(self._probe.queries, keys, self.scaling, self.slots)[..., : self.slots]
 
-    def uniform(self) -> Tensor:
+    def uniform(self) -> torch.Tensor:
         """One persistent uniform draw per token, KV head and layer: (batch, kv_head, slot) float32."""
         self._require(Need.RANDOM)
         return uniform_at(draw_key(self._draw, self.layer), self.positions)
 
-    def by_group(self, per_query_head: Tensor) -> Tensor:
+    def by_group(self, per_query_head: torch.Tensor) -> torch.Tensor:
         """(batch, query_head, ...) -> (batch, kv_head, group, ...)."""
         batch, heads = per_query_head.shape[:2]
         return per_query_head.view(batch, self.kv_heads, heads // self.kv_heads, *per_query_head.shape[2:])
@@ -196,5 +195,5 @@ class Observation:
                 "the queries of the chunk are gone once its future is known or extra tokens are read"
             )
 
-    def _once(self, name: Any, compute: Callable[[], Tensor]) -> Tensor:
+    def _once(self, name: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         return self._sharing(self._shared, name, compute)

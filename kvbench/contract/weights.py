@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from ..errors import BadInput
 from .files import replace_file
@@ -40,21 +38,23 @@ def file_state(path: Path) -> tuple[int, ...]:
     return state.st_ino, state.st_mtime_ns, state.st_size
 
 
-def save_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> None:
     """Write a file of tensors as a whole: whoever reads finds the old one or the new one."""
+    from safetensors.torch import save_file
+
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda draft: save_file(tensors, draft, metadata=metadata))
 
 
 def save_state(
-    path: Path, parameters: list[Tensor], optimiser: torch.optim.Optimizer, config: dict[str, Any],
+    path: Path, parameters: list[torch.Tensor], optimiser: torch.optim.Optimizer, config: dict[str, Any],
     step: int, notes: Any = None,
 ) -> None:  # fmt: skip
     """Training state after `step` steps of Adam.
 
     config: whatever decides the weights. notes: anything JSON holds; `restore_state` gives it back.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for i, parameter in enumerate(parameters):
         state = optimiser.state[parameter]
         tensors |= {
@@ -68,7 +68,7 @@ def save_state(
 
 
 def restore_state(
-    path: Path, parameters: list[Tensor], optimiser: torch.optim.Optimizer, config: dict[str, Any]
+    path: Path, parameters: list[torch.Tensor], optimiser: torch.optim.Optimizer, config: dict[str, Any]
 ) -> tuple[int, Any]:
     """Put a saved state back and return its number of steps and its notes; 0 and None where there is none.
 

@@ -91,8 +91,9 @@ def _bounds(samples: tuple[str, ...], items: Sequence[Estimate]) -> list[tuple[f
     n = len(samples)
     tops = _on_grid(np.stack([item.values for item in items], axis=1))
     weighted = [index for index, item in enumerate(items) if item.weights is not None]
-    bottoms = np.stack([item.weights for item in items if item.weights is not None] or [np.ones(n)], axis=1)
-    ratios = np.empty((len(items), RESAMPLES))
+    bottoms = [item.weights for item in items if item.weights is not None]
+    weights = _on_grid(np.stack(bottoms, axis=1)) if bottoms else np.empty((n, 0))
+    ratios, totals = (np.empty((count, RESAMPLES)) for count in (len(items), len(weighted)))
     seed = hashlib.sha256("\0".join(samples).encode("utf-8", "surrogatepass")).digest()
     rng = np.random.default_rng(int.from_bytes(seed[:8], "little"))
     block = max(1, DRAWS // n)
@@ -100,10 +101,11 @@ def _bounds(samples: tuple[str, ...], items: Sequence[Estimate]) -> list[tuple[f
         size = min(block, RESAMPLES - start)
         draws = rng.integers(0, n, size=(size, n)) + np.arange(size)[:, None] * n
         counts = np.bincount(draws.ravel(), minlength=size * n).reshape(size, n).astype(np.float64)
-        part = counts @ tops
-        divisor = np.full(part.shape, float(n))
-        divisor[:, weighted] = (counts @ _on_grid(bottoms))[:, : len(weighted)]
-        ratios[:, start : start + size] = (part / divisor).T
+        ratios[:, start : start + size] = (counts @ tops).T
+        totals[:, start : start + size] = (counts @ weights).T
+    plain = np.setdiff1d(np.arange(len(items)), weighted)
+    ratios[plain] /= n
+    ratios[weighted] /= totals
     low, high = np.percentile(ratios, LEVEL, axis=1, overwrite_input=True)
     return [
         (float(np.exp(lo)), float(np.exp(hi))) if item.log else (float(lo), float(hi))

@@ -42,5 +42,10 @@ def metrics_of(lines: pd.DataFrame) -> Mapping[str, Metric]:
 
 def _series(values: list[Any], form: Form) -> pd.Series:
     if form.show is not None:
-        values = [None if value is None else form.show(value) for value in values]
+        shown: dict[str, Any] = {"None": None}  # many rows have equal ones
+        texts = list(map(repr, values))
+        for text, value in zip(texts, values, strict=True):
+            if text not in shown:
+                shown[text] = form.show(value)
+        values = [shown[text] for text in texts]
     return pd.Series(values, dtype=form.dtype)

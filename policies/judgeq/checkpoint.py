@@ -9,8 +9,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from kvbench.contract.policy import TrainedFor
 from kvbench.contract.weights import file_state, save_tensors
@@ -23,7 +23,7 @@ CARD, FITS = "card", "trained_for"
 class SoftTokens:
     """embeddings: (n, d_model) float32. trained_for: the model they fit. card: how they were made."""
 
-    embeddings: Tensor
+    embeddings: torch.Tensor
     trained_for: TrainedFor
     card: dict[str, Any]
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from torch import Tensor
-from torch.nn import functional as F
+import torch
 
 from kvbench.contract.model_description import ModelDescription
 from kvbench.contract.need import Need
@@ -63,7 +62,7 @@ class JudgeQ(Policy):
     kernel: int = param(7, "ours: as snapkv; unused without pooling")
     window: int = param(0, "ours: no window is kept; not known from the paper")
 
-    _placed: ClassVar[Tensor | None] = None  # the soft tokens, once bound
+    _placed: ClassVar[Any] = None  # the soft tokens as a tensor, once bound
 
     def __post_init__(self) -> None:
         if self.kernel < 1 or self.kernel % 2 == 0 or self.window < 0:
@@ -76,7 +75,7 @@ class JudgeQ(Policy):
         return load(find_weights("judgeq", WEIGHTS, self.weights))
 
     @property
-    def probe(self) -> Tensor:
+    def probe(self) -> torch.Tensor:
         return self.tokens.embeddings if self._placed is None else self._placed
 
     def bind(self, model: ModelDescription) -> JudgeQ:
@@ -99,15 +98,15 @@ class JudgeQ(Policy):
     def card(self) -> dict[str, Any]:
         return self.tokens.card
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         received = self._pool(seen.probe_attention.mean(2))  # (batch, query_head, slot)
         if self.group == "layer":
             return received.mean(1, keepdim=True).expand(-1, seen.kv_heads, -1).contiguous()
         grouped = seen.by_group(received)
         return grouped.mean(2) if self.group == "mean" else grouped.amax(2)
 
-    def _pool(self, x: Tensor) -> Tensor:
+    def _pool(self, x: torch.Tensor) -> torch.Tensor:
         if self.pooling == "none":
             return x
-        pool = F.max_pool1d if self.pooling == "max" else F.avg_pool1d
+        pool = torch.nn.functional.max_pool1d if self.pooling == "max" else torch.nn.functional.avg_pool1d
         return pool(x, self.kernel, stride=1, padding=self.kernel // 2)

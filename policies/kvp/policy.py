@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor
+import torch
 
 from kvbench.contract.model_description import ModelDescription
 from kvbench.contract.need import Need
@@ -78,7 +78,7 @@ class KVP(Policy):
         placed = tuple(one.to(device) for one, device in zip(agents, model.devices, strict=True))
         return self.holding(_agents=placed, _shape=shape)
 
-    def score(self, seen: Observation) -> Tensor:
+    def score(self, seen: Observation) -> torch.Tensor:
         if self._shape is None:
             raise BadInput("kvp scores for one model: call bind(model) first, as the engine does")
         features = position_features(seen.positions, self._shape.position)

@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor
 
 from kvbench.errors import BadInput
 
@@ -46,7 +45,7 @@ class ScorerShape:
         return 2 * self.dim + extra
 
 
-def position_features(positions: Tensor, kind: PositionFeature) -> Tensor:
+def position_features(positions: torch.Tensor, kind: PositionFeature) -> torch.Tensor:
     """Original positions (...,) -> (..., features) float32. They never depend on what was evicted.
 
     raw: the index. normalised: index / 4096. log: log(1 + index). sinusoidal: 8 sine and cosine pairs.
@@ -69,12 +68,12 @@ class ScorerWeights:
     w1: (agent, inputs, hidden), b1: (agent, 1, hidden), w2: (agent, hidden, 1), b2: (agent, 1, 1).
     """
 
-    mean: Tensor
-    scale: Tensor
-    w1: Tensor
-    b1: Tensor
-    w2: Tensor
-    b2: Tensor
+    mean: torch.Tensor
+    scale: torch.Tensor
+    w1: torch.Tensor
+    b1: torch.Tensor
+    w2: torch.Tensor
+    b2: torch.Tensor
 
     @classmethod
     def initial(cls, shape: ScorerShape, generator: torch.Generator) -> ScorerWeights:
@@ -90,10 +89,10 @@ class ScorerWeights:
         )
 
     @property
-    def trained(self) -> list[Tensor]:
+    def trained(self) -> list[torch.Tensor]:
         return [self.w1, self.b1, self.w2, self.b2]
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def folded(self) -> ScorerWeights:
@@ -125,14 +124,16 @@ class ScorerWeights:
         return ScorerWeights(**{name: tensor.to(device) for name, tensor in self.tensors().items()})
 
 
-def scores(weights: ScorerWeights, inputs: Tensor) -> Tensor:
+def scores(weights: ScorerWeights, inputs: torch.Tensor) -> torch.Tensor:
     """MLP scores. inputs: (..., agent, token, inputs) float32. Returns (..., agent, token) float32."""
     standard = (inputs - weights.mean[:, None]) * weights.scale[:, None]
     hidden = torch.nn.functional.gelu(torch.matmul(standard, weights.w1) + weights.b1)
     return (torch.matmul(hidden, weights.w2) + weights.b2)[..., 0]
 
 
-def fast_scores(weights: ScorerWeights, keys: Tensor, values: Tensor, positions: Tensor) -> Tensor:
+def fast_scores(
+    weights: ScorerWeights, keys: torch.Tensor, values: torch.Tensor, positions: torch.Tensor
+) -> torch.Tensor:
     """Scores from folded weights: the inputs are never joined, and one hidden layer is written in place.
 
     keys, values: (batch, agent, token, dim); positions: (batch, agent, token, features). Returns

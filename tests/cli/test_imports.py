@@ -73,10 +73,33 @@ def test_listing_tasks_loads_no_model() -> None:
 
 
 @pytest.mark.parametrize("command", [["list", "policies"], ["list", "figures"], ["info", "snapkv"]])
-def test_policies_bring_torch_and_nothing_else(command: list[str]) -> None:
-    """A policy is a tensor program, so its module imports torch; what runs a model stays out."""
-    found = imported(*command)
-    assert found & (MODEL | DRAWING | SLOW | {"pandas"}) <= {"torch", "safetensors"}
+def test_listing_policies_loads_no_model_and_no_torch(command: list[str]) -> None:
+    assert imported(*command) & (MODEL | DRAWING | SLOW | {"pandas"}) <= {"safetensors"}
+
+
+def test_a_policy_that_needs_parts_of_torch_is_listed(tmp_path: Path) -> None:
+    """Its module imports with torch, however it asks for it: by name, by part, or for a base class."""
+    script = """
+import sys
+from kvbench.cli.lazy_torch import without_torch
+from kvbench.errors import PluginError
+
+def load():
+    try:
+        import torch
+        from torch.nn import functional
+        from torch import Tensor
+    except ImportError as error:
+        raise PluginError(str(error)) from error
+    assert isinstance(torch.ones(2), Tensor) and functional.relu(torch.ones(2)).sum() == 2
+    return torch.nn.Module
+
+found = without_torch(load)
+import torch
+assert found is torch.nn.Module
+assert without_torch(lambda: torch.Tensor) is torch.Tensor
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path)
 
 
 def test_the_package_runs_as_a_module() -> None:
