@@ -20,7 +20,8 @@ class Metric:
     unit: as printed ("nats/token", "bytes", "0..1"). description: one phrase. better: which
     direction is good, "none" where neither is. limits: values outside cannot occur; an end may be
     None. combine: how the samples of a cell become one number: "mean", or "ppl" for
-    exp(sum(nll * nll_tokens) / sum(nll_tokens)).
+    exp(sum(nll * nll_tokens) / sum(nll_tokens)). graded: False where a sample's 0 or 1 is an answer that is
+    wrong or right; True for a quantity that only happens to be 0 or 1.
     """
 
     name: str
@@ -29,6 +30,11 @@ class Metric:
     better: Literal["higher", "lower", "none"] = "higher"
     limits: tuple[float | None, float | None] | None = (0.0, 1.0)
     combine: Literal["mean", "ppl"] = "mean"
+    graded: bool = False
+
+    def counts_answers(self, values: Any) -> bool:
+        """Are these values, one per sample, answers that are wrong (0) or right (1)?"""
+        return not self.graded and self.limits == (0.0, 1.0) and set(map(float, values)) <= {0.0, 1.0}
 
     @property
     def label(self) -> str:
@@ -48,7 +54,9 @@ _BUILT_IN = (
     Metric("kl", "nats/token", "KL(full || cell) over the reference continuation", "lower", POSITIVE),
     Metric("nll", "nats/token", "negative log-likelihood of the reference continuation", "lower", POSITIVE),
     Metric("ppl", "", "perplexity of the reference continuations, per token", "lower", (1.0, None), "ppl"),
-    Metric("missed_mass", "0..1", "share of future attention that falls on evicted tokens", "lower"),
+    Metric(
+        "missed_mass", "0..1", "share of future attention that falls on evicted tokens", "lower", graded=True
+    ),
     Metric("eviction_cost", "ratio", "cost of the ranking over the oracle's", "lower", (1.0, None)),
     Metric("majority_rate", "0..1", "accuracy of always giving the most common gold label", "none"),
     Metric("label_share", "0..1", "share of the label that was predicted most often", "none"),

@@ -12,6 +12,7 @@ from ..errors import BadInput
 from ..stats.panels import SETTING, describe_setting, join_seeds, shorten
 from ..stats.significance import ALPHA
 from ..store.frame import metrics_of
+from .footnotes import note_few, note_fitting
 from .table import FORMATS, grid, heading, json_lines
 from .words import difference_text, number, probability, sample_count
 
@@ -54,7 +55,8 @@ def _block(lines: pd.DataFrame, fmt: str) -> str:
         shorten(first["baseline"]),
         "difference",
         "win/tie/loss",
-        "p",
+        "p, sign",
+        "p, mean",
         "p, Holm",
         "detectable",
     ]
@@ -75,6 +77,7 @@ def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
         number(line["baseline_mean"], metric),
         f"{difference_text(line['difference'], metric)} {interval}".strip(),
         f"{line['win']}/{line['tie']}/{line['loss']}",
+        probability(line["p_sign"]),
         probability(line["p"]),
         probability(line["p_holm"]),
         "-" if pd.isna(line["detectable"]) else number(line["detectable"], metric),
@@ -83,14 +86,17 @@ def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
 
 def _notes(lines: pd.DataFrame) -> list[str]:
     """What the numbers mean, then what to distrust."""
-    baseline, count = shorten(lines["baseline"].iloc[0]), len(lines)
+    baseline = shorten(lines["baseline"].iloc[0])
     tests = " or ".join(NAMES[name] for name in dict.fromkeys(lines["test"]))
     notes = [
-        f"difference: policy minus {baseline} on the same samples, with its 95% bootstrap interval; a win is "
-        f"a sample where the policy is better. p: {tests}, two-sided; Holm corrects it for the {count} "
-        "comparisons here.",
+        f"difference: policy minus {baseline} on the same samples, with its 95% interval; a win is a sample "
+        "where the policy is better.",
+        f"p: two-sided; of wins and losses by the sign test, of the mean by the {tests}. Holm corrects the "
+        "latter for the comparisons at its budget, without brackets and cells that evict nothing (-).",
         "detectable: the smallest true difference that so many samples find in 4 of 5 tries at "
         f"p < {ALPHA} before correction; a smaller one may exist and not show.",
+        *note_fitting(lines, lines["policy"]),
+        *note_few(lines),
     ]
     if (lines["seeds"].str.contains(",")).any():
         notes.append(

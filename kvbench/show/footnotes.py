@@ -8,18 +8,41 @@ from typing import Any
 import pandas as pd
 
 from ..contract.cell import FULL
+from ..stats.intervals import FEW
 from .words import join
+
+INTERVAL = "95% interval over samples, Wilson's where answers are counted, else by bootstrap (BCa)"
 
 
 def footnotes(lines: pd.DataFrame) -> list[str]:
     """Notes on one panel's aggregated lines (see panels), each one sentence or two."""
     notes = []
     if lines["lo"].notna().any():
-        notes.append("[lo,hi]: 95% bootstrap interval over samples; no width means that all samples agree.")
+        notes.append(f"[lo,hi]: {INTERVAL}.")
     if (lines["metric"] == "eviction_cost").any():
         notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
+    notes += note_few(lines) + note_fitting(lines, lines["label"])
     notes += _note_majority(lines) + _note_pinned(lines) + _note_missing(lines) + _note_layers(lines)
     return notes
+
+
+def note_few(lines: pd.DataFrame) -> list[str]:
+    """That so few samples make intervals that cannot be trusted."""
+    few = lines[(lines["n"] > 1) & (lines["n"] < FEW)]
+    if few.empty:
+        return []
+    return [f"Fewer than {FEW} samples: a bootstrap interval is then too narrow, and says little."]
+
+
+def note_fitting(lines: pd.DataFrame, labels: pd.Series) -> list[str]:
+    """Where the budget holds whole contexts, so that there is nothing to compare. labels: of each line."""
+    cells = lines.assign(label=labels)[lines["n_fit"] > 0].drop_duplicates(["label", "budget"])
+    texts = []
+    for (budget, fit, n), part in cells.groupby(["budget", "n_fit", "n"], sort=True):
+        every = len(part) == labels[lines["budget"] == budget].nunique()
+        who = "" if every else f" ({', '.join(map(str, part['label']))})"
+        texts.append(f"{fit} of {n} samples at {budget}{who}")
+    return [f"The whole context fits, so that nothing is evicted: {'; '.join(texts)}."] if texts else []
 
 
 def only_pins(lines: pd.DataFrame) -> pd.Series:

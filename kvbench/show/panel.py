@@ -60,6 +60,11 @@ class Panel:
         return list(dict.fromkeys(lines.loc[lines["policy"] == FULL, "label"]))
 
     @cached_property
+    def brackets(self) -> list[str]:
+        """Labels of policies that bound the others."""
+        return [label for label in self.order if self.looks[label].bracket]
+
+    @cached_property
     def candidates(self) -> list[str]:
         """Labels that can be the best policy: neither the full cache nor a bracket."""
         return [label for label in self.order if label not in self.full and not self.looks[label].bracket]
@@ -104,7 +109,7 @@ class Panel:
     def pairs(self, metric: str) -> pd.DataFrame:
         """Every two curves (see `compare_all`), compared by this metric or what it is made of."""
         if metric not in self._pairs:
-            self._pairs[metric] = compare_all(self.rows, self.per_sample(metric))
+            self._pairs[metric] = compare_all(self.rows, self.per_sample(metric), self.brackets)
         return self._pairs[metric]
 
     @cached_property

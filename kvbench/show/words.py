@@ -31,6 +31,8 @@ def difference_text(value: float, metric: Metric) -> str:
 
 
 def probability(p: float) -> str:
+    if math.isnan(p):
+        return "-"
     return "<0.001" if p < 0.001 else f"{p:.3f}" if p < 0.1 else f"{p:.2f}"
 
 

@@ -20,7 +20,8 @@ from ..contract.cell import FULL
 from ..contract.metrics import describe, in_order
 from ..errors import UnknownName
 from ..store.frame import metrics_of
-from .bootstrap import Estimate, Floats, bootstrap_intervals, pool_rows
+from .bootstrap import Estimate, Floats, Kind, pool_rows
+from .intervals import intervals
 from .panels import LINE_NAMES, ROW_SETTING, SETTING, join_seeds
 
 HELPERS = {"nll_tokens"}  # weights, not results
@@ -28,8 +29,8 @@ LABELS = ("majority_rate", "label_share")
 CELL = (*ROW_SETTING, "spec", "budget", "pins", "family")  # rows that agree in these make one line
 COLUMNS = [
     "task", "policy", "budget", "metric", "unit", "mean", "lo", "hi", "n", "model", "schedule", "chunk",
-    "pins", "pins_mode", "question", "template", "seeds", "kept", "context_tokens", "evicted_layers",
-    "layers", "n_skipped", "n_failed", "reasons", "detail", "majority", "majority_label",
+    "pins", "pins_mode", "question", "template", "seeds", "kept", "context_tokens", "n_fit",
+    "evicted_layers", "layers", "n_skipped", "n_failed", "reasons", "detail", "majority", "majority_label",
     "run", "config", "family",
 ]  # fmt: skip
 
@@ -48,13 +49,14 @@ def list_metrics(rows: pd.DataFrame) -> list[str]:
 
 
 def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.DataFrame:
-    """Means over samples with 95% bootstrap intervals.
+    """Means over samples with 95% intervals (see `intervals`).
 
     metrics: which ones, None for all that the rows have. Returns COLUMNS; a line names its policy and
     its task by their specs (LINE_NAMES says which columns of rows these are). budget and chunk are Int64
     with NA (no budget: the full cache). n counts the different
     samples behind the mean; seeds ("0,1,2") are pooled, and config is the first row's. kept and
-    context_tokens are means; lo and hi are NaN for one sample. reasons: why rows were skipped or failed.
+    context_tokens are means; lo and hi are NaN for one sample. n_fit: samples whose whole
+    context fits the budget, so that nothing is evicted. reasons: why rows were skipped or failed.
     detail: the label that majority_rate or label_share is about. majority: the majority rate of the
     cell's samples (NaN unless a choice task), beside every metric.
     A configuration without any usable row keeps one line per metric of its task, with n = 0.
@@ -75,7 +77,7 @@ def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.Da
                 numbers = {"metric": name, "unit": describe(name, stored).unit, "mean": item.value}
                 lines.append({**common, **numbers, "n": len(item.samples), "detail": detail})
                 items.append(item)
-    for line, (low, high) in zip(lines, bootstrap_intervals(items), strict=True):
+    for line, (low, high) in zip(lines, intervals(items), strict=True):
         line.update(lo=low, hi=high)
         if line["metric"] == "majority_rate":  # a property of these samples, not an estimate
             line.update(lo=math.nan, hi=math.nan)
@@ -117,10 +119,18 @@ def group_indices(rows: pd.DataFrame, names: Sequence[str]) -> list[Indices]:
     return np.split(order, np.flatnonzero(np.diff(codes[order])) + 1) if len(order) else []
 
 
+def nothing_evicted(rows: pd.DataFrame) -> NDArray[np.bool_]:
+    """(row,): whether the whole context fits the row's budget, so that the policy decides nothing."""
+    kept, read, budget = (
+        rows[name].to_numpy(dtype=float, na_value=np.nan) for name in ("kept", "context_tokens", "budget")
+    )
+    return np.asarray((budget >= read) & (kept >= read))
+
+
 class Cells:
     """Rows (see `prepare_rows`) in groups that become lines. Columns are arrays: a frame is slow to slice.
 
-    members: the positions of each cell's rows. ok: (row,) bool.
+    members: the positions of each cell's rows. ok: (row,) bool. fits: (row,) bool, nothing was evicted.
     """
 
     def __init__(self, rows: pd.DataFrame) -> None:
@@ -128,8 +138,10 @@ class Cells:
         self.members = group_indices(rows, CELL)
         self._stored = metrics_of(rows)
         self.ok = (rows["status"] == "ok").to_numpy(dtype=bool)
+        self.fits = nothing_evicted(rows)
         self._columns: dict[str, NDArray[np.object_]] = {}
         self._numbers: dict[str, Floats] = {}
+        self._kinds: dict[str, Kind] = {}
 
     def column(self, name: str) -> NDArray[np.object_]:
         if name not in self._columns:
@@ -177,6 +189,9 @@ class Cells:
             line[name] = math.fsum(values) / len(values) if len(values) else math.nan
         for name in ("evicted_layers", "layers"):
             line[name] = min(map(int, _known(self.numbers(name)[ok])), default=pd.NA)
+        line["n_fit"] = (
+            len(set(self.column("sample")[ok[self.fits[ok]]])) if line["budget"] is not pd.NA else 0
+        )
         line |= {"n_skipped": status["skipped"], "n_failed": status["failed"]}
         gold, line["majority_label"] = self.estimate(ok, "majority_rate")
         line["majority"] = gold.value
@@ -194,7 +209,16 @@ class Cells:
         samples = self.column("sample")[ok[keep]]
         if pooled:
             return pool_rows(samples, (values * weights)[keep], weights[keep], log=True), ""
-        return pool_rows(samples, values[keep]), ""
+        return pool_rows(samples, values[keep], kind=self._kind(name)), ""
+
+    def _kind(self, name: str) -> Kind:
+        """Whether a metric counts answers in all of these rows."""
+        if name not in self._kinds:
+            values = self.metric(name)
+            about = describe(name, self._stored)
+            counted = about.counts_answers(np.unique(values[self.ok & ~np.isnan(values)]))
+            self._kinds[name] = "rate" if counted else "mean"
+        return self._kinds[name]
 
     def _label_share(self, ok: Indices, source: str) -> tuple[Estimate, str]:
         """How often the most frequent label of a column is there, and that label."""
@@ -203,7 +227,7 @@ class Cells:
         counts = Counter(labels)
         top = min(counts, key=lambda label: (-counts[label], label), default="")
         values = np.array([float(label == top) for label in labels])
-        return pool_rows(self.column("sample")[ok[there]], values), top
+        return pool_rows(self.column("sample")[ok[there]], values, kind="rate"), top
 
 
 def _known(values: Floats) -> Floats:
@@ -214,7 +238,7 @@ def _order_lines(lines: list[dict[str, Any]], rows: pd.DataFrame, names: Sequenc
     """Types, and a stable order: tasks and policies as they first appear in the file, full first."""
     frame = pd.DataFrame(lines, columns=COLUMNS, dtype="object")
     real = ["mean", "lo", "hi", "kept", "context_tokens", "majority"]
-    whole = ["budget", "chunk", "evicted_layers", "layers", "n", "n_skipped", "n_failed"]
+    whole = ["budget", "chunk", "evicted_layers", "layers", "n", "n_fit", "n_skipped", "n_failed"]
     frame = frame.astype({**dict.fromkeys(real, "float64"), **dict.fromkeys(whole, "Int64")})
     inside = rows.sort_index()  # the file's order
     policies = list(dict.fromkeys([FULL, *inside["spec"]]))

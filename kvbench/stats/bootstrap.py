@@ -1,6 +1,7 @@
-"""95% percentile bootstrap over samples, for many numbers measured on the same samples at once.
+"""95% bootstrap intervals over samples (BCa), for many numbers measured on the same samples at once.
 
-The unit is the sample: rows of one sample under several seeds are drawn together or not at all.
+The unit is the sample: rows of one sample under several seeds are drawn together or not at all. BCa (Efron
+1987) corrects the percentile interval for bias and skewness.
 """
 
 from __future__ import annotations
@@ -9,29 +10,36 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 RESAMPLES = 10_000
-LEVEL = (2.5, 97.5)  # percentiles
+LEVEL = 0.95
+NORMAL = NormalDist()
+Z = NORMAL.inv_cdf((1 + LEVEL) / 2)
 DRAWS = 2_000_000  # indices drawn per block: bounds memory for large sets
 BATCH = 256  # estimates per block, for the same reason
 
 Floats = NDArray[np.float64]
+Kind = Literal["mean", "rate", "pairs"]
 
 
 @dataclass(frozen=True)
 class Estimate:
     """One number estimated from samples: sum(values) / sum(weights), and its exponential where log is true.
 
-    samples: ids in ascending order, (n,). values: (n,) float64. weights: (n,), or None for ones.
+    samples: ids in ascending order, (n,). values: (n,) float64. weights: (n,), or None for ones. kind: "rate"
+    for answers that are 0 or 1, "pairs" for differences of two such answers, else "mean".
     """
 
     samples: tuple[str, ...]
     values: Floats
     weights: Floats | None = None
     log: bool = False
+    kind: Kind = "mean"
 
     @property
     def value(self) -> float:
@@ -49,18 +57,22 @@ class Estimate:
 
 
 def pool_rows(
-    samples: Iterable[str], values: Floats, weights: Floats | None = None, log: bool = False
-) -> Estimate:
+    samples: Iterable[str], values: Floats, weights: Floats | None = None, log: bool = False,
+    kind: Kind = "mean",
+) -> Estimate:  # fmt: skip
     """An estimate from rows sorted by sample; several rows of one sample (seeds) are one unit of resampling.
 
-    weights: None for ones. The value is that of all rows.
+    weights: None for ones. The value is that of all rows. kind: of one row; sums over seeds are means.
     """
     ids = np.array(list(samples), dtype=object)
     starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.empty(0, int)
     if len(starts) == len(ids):
-        return Estimate(tuple(ids), values, weights, log)
+        return Estimate(tuple(ids), values, weights, log, kind)
     counts = np.ones(len(ids)) if weights is None else weights
     sums, totals = (np.add.reduceat(column, starts) for column in (values, counts))
+    means = sums / totals
+    if weights is None and len(set(totals)) == 1 and set(means) <= {-1.0, 0.0, 1.0}:
+        return Estimate(tuple(ids[starts]), means, None, log, kind)  # seeds that all say the same
     return Estimate(tuple(ids[starts]), sums, totals, log)
 
 
@@ -106,11 +118,38 @@ def _bounds(samples: tuple[str, ...], items: Sequence[Estimate]) -> list[tuple[f
     plain = np.setdiff1d(np.arange(len(items)), weighted)
     ratios[plain] /= n
     ratios[weighted] /= totals
-    low, high = np.percentile(ratios, LEVEL, axis=1, overwrite_input=True)
-    return [
-        (float(np.exp(lo)), float(np.exp(hi))) if item.log else (float(lo), float(hi))
-        for item, lo, hi in zip(items, low, high, strict=True)
-    ]
+    bottoms_of = dict(zip(weighted, weights.T, strict=True))
+    bounds = []
+    for index, item in enumerate(items):
+        bound = _bca(ratios[index], tops[:, index], bottoms_of.get(index, np.ones(n)))
+        bounds.append((math.exp(bound[0]), math.exp(bound[1])) if item.log else bound)
+    return bounds
+
+
+def _bca(draws: Floats, top: Floats, bottom: Floats) -> tuple[float, float]:
+    """The BCa interval of sum(top) / sum(bottom). draws: its resamples; they are reordered."""
+    value = top.sum() / bottom.sum()
+    below = ((draws < value).sum() + 0.5 * (draws == value).sum()) / len(draws)
+    left_out = (top.sum() - top) / (bottom.sum() - bottom)
+    off = left_out.mean() - left_out
+    spread = (off**2).sum()
+    if not 0 < below < 1 or spread == 0:  # every resample says the same
+        return float(draws.min()), float(draws.max())
+    bias, skew = NORMAL.inv_cdf(below), (off**3).sum() / (6 * spread**1.5)
+    shifted = [bias + z for z in (-Z, Z)]
+    ends = [NORMAL.cdf(bias + one / (1 - skew * one)) for one in shifted]
+    places = [end * (len(draws) - 1) for end in ends]
+    whole = sorted({int(place) + more for place in places for more in (0, 1) if place + more < len(draws)})
+    draws.partition(whole)
+    low, high = (_between(draws, place) for place in places)
+    return low, high
+
+
+def _between(draws: Floats, place: float) -> float:
+    """The value at a place between two draws that stand where they would in order."""
+    first = int(place)
+    second = min(first + 1, len(draws) - 1)
+    return float(draws[first] + (place - first) * (draws[second] - draws[first]))
 
 
 def _on_grid(columns: Floats) -> Floats:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -19,7 +19,8 @@ from .pairs import (
     FLAGS,
     PairedValues,
     Values,
-    is_binary,
+    are_answers,
+    correct,
     match_samples,
     measure_pairs,
     order_lines,
@@ -27,7 +28,6 @@ from .pairs import (
     values_of,
 )
 from .panels import LINE_NAMES, ROW_SETTING, SETTING, SHARED, main_metric, matches
-from .significance import holm
 
 CHOICE = ("accuracy", "acc_norm")  # what a majority rate can be compared with
 
@@ -71,10 +71,11 @@ def per_sample(metric: str, stored: Mapping[str, Metric] = NONE) -> str:
 def compare_pairs(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFrame:
     """Every policy minus the baseline, on the samples both have, per setting and budget.
 
-    metric: one measured per sample. A line has both means, their difference with its 95% bootstrap
+    metric: one measured per sample. A line has both means, their difference with its 95%
     interval, n (samples), win, tie and loss (samples; a win is the better value), the test with its
-    two-sided p (McNemar's where the differences allow it), p_holm (corrected for all lines of this
-    setting) and detectable (see kvbench.stats.significance).
+    two-sided p (McNemar's where the differences allow it), p_holm (see `correct`), p_sign (the sign test's,
+    of wins and losses: one large difference cannot decide it), n_fit (samples in which nothing is evicted)
+    and detectable (see kvbench.stats.significance).
     Raises: UnknownName for a baseline or metric that no row has, BadInput when one of the two has
     several configurations at the same setting and budget.
     """
@@ -86,7 +87,8 @@ def compare_pairs(rows: pd.DataFrame, baseline: str, metric: str) -> pd.DataFram
     for setting, both in _pairs_with(usable, baseline):
         lines.append({**setting, "baseline": baseline})
         pairs.append(both)
-    lines = measure_pairs(lines, pairs, describe(metric, metrics_of(rows)), is_binary(usable["value"]))
+    about = describe(metric, metrics_of(rows))
+    lines = measure_pairs(lines, pairs, about, are_answers(usable, about))
     return order_lines(lines, rows)
 
 
@@ -107,35 +109,37 @@ def _pairs_with(usable: pd.DataFrame, baseline: str) -> Iterator[tuple[dict[str,
             yield {LINE_NAMES.get(name, name): value for name, value in setting.items()}, both
 
 
-def compare_all(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
+def compare_all(rows: pd.DataFrame, metric: str, brackets: Collection[str]) -> pd.DataFrame:
     """Every two curves of one panel on the samples both have, at each budget; the full cache at all of them.
 
     rows: of one panel (see `split_panels`), as `prepare_rows` gives them, each with the label of its line as
     `curve`; none twice per curve, budget, seed and sample. Lines are those of `compare_pairs`, with labels as
-    policy and baseline; each pair is there once, the full cache as a baseline only. p_holm corrects for
-    all pairs at a budget.
+    policy and baseline; each pair is there once, the full cache as a baseline only. brackets: curves that
+    bound the others: p_holm corrects for all pairs at a budget that have none.
     """
     usable = usable_rows(rows, metric)
-    full = usable[usable["spec"] == FULL]
+    full = usable[usable["spec"] == FULL].assign(fits=True)
     lines: list[dict[str, Any]] = []
     pairs: list[PairedValues] = []
     for budget, cells in usable.groupby("budget", sort=True):
         labels = dict.fromkeys([*cells.sort_index()["curve"], *full["curve"]])
-        wide = pd.concat([cells, full]).pivot(index=["sample", "seed"], columns="curve", values="value")
+        both = pd.concat([cells, full])
+        wide = both.pivot(index=["sample", "seed"], columns="curve", values="value")
+        fits = both.pivot(index=["sample", "seed"], columns="curve", values="fits")
         samples, seeds = (wide.index.get_level_values(level).to_numpy(dtype=object) for level in (0, 1))
         curves = {label: wide[label].to_numpy(dtype=float) for label in labels}
         for one, other in combinations(labels, 2):
             here = ~np.isnan(curves[one] + curves[other])
             if here.any():
                 lines.append({"budget": budget, "policy": one, "baseline": other})
+                alike = fits[one][here].astype(bool) & fits[other][here].astype(bool)
                 values = samples[here], seeds[here], curves[one][here], curves[other][here]
-                pairs.append(PairedValues(*values))
+                pairs.append(PairedValues(*values, alike.to_numpy(dtype=bool)))
     names = [name for name in COLUMNS if name not in ("task", *FLAGS)]
     about = describe(metric, metrics_of(rows))
-    frame = pd.DataFrame(measure_pairs(lines, pairs, about, is_binary(usable["value"])), columns=names)
+    frame = pd.DataFrame(measure_pairs(lines, pairs, about, are_answers(usable, about)), columns=names)
     frame.attrs = rows.attrs
-    for _, part in frame.groupby("budget"):
-        frame.loc[part.index, "p_holm"] = holm(part["p"].tolist())
+    correct(frame, [], ~frame[["policy", "baseline"]].isin(list(brackets)).any(axis=1))
     return frame
 
 

@@ -16,7 +16,7 @@ from ..errors import BadInput
 from ..store.frame import metrics_of
 from .aggregate import check_names, list_metrics, prepare_rows
 from .compare import add_flags, per_sample
-from .pairs import COLUMNS, is_binary, match_samples, measure_pairs, order_lines, usable_rows, values_of
+from .pairs import COLUMNS, are_answers, match_samples, measure_pairs, order_lines, usable_rows, values_of
 from .panels import LINE_NAMES, ROW_SETTING, RULES, SETTING, main_metric
 
 USUAL = {"schedule": "prefill", "question": "withheld", "pins": "native"}  # what the others are compared with
@@ -62,7 +62,8 @@ def _compare(rows: pd.DataFrame, field: str, metric: str) -> pd.DataFrame:
         if len(both):
             lines.append({**setting, "baseline": f"{field} {USUAL[field]}"})
             pairs.append(both)
-    lines = measure_pairs(lines, pairs, describe(metric, metrics_of(rows)), is_binary(usable["value"]))
+    about = describe(metric, metrics_of(rows))
+    lines = measure_pairs(lines, pairs, about, are_answers(usable, about))
     return order_lines(lines, rows)
 
 

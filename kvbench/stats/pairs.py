@@ -6,8 +6,9 @@ asking one question three times is not three questions.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,16 +19,18 @@ from numpy.typing import NDArray
 from ..contract.cell import FULL
 from ..contract.metrics import Metric
 from ..errors import BadInput
-from .aggregate import column_of
-from .bootstrap import Estimate, Floats, bootstrap_intervals, pool_rows
+from ..store.frame import brackets_of
+from .aggregate import column_of, nothing_evicted
+from .bootstrap import Estimate, Floats, pool_rows
+from .intervals import intervals
 from .panels import ROW_SETTING, SETTING, join_seeds
-from .significance import detectable_effect, holm, run_tests
+from .significance import detectable_effect, holm, mcnemar, run_tests
 
 FLAGS = ("beats_full", "below_majority", "majority", "majority_label")
 COLUMNS = [
     "task", "policy", "baseline", "budget", "metric", "unit", "mean", "baseline_mean", "difference", "lo",
-    "hi", "n", "win", "tie", "loss", "test", "p", "p_holm", "detectable", "beats_full", "below_majority",
-    "majority", "majority_label", "seeds",
+    "hi", "n", "n_fit", "win", "tie", "loss", "p_sign", "test", "p", "p_holm", "detectable", "beats_full",
+    "below_majority", "majority", "majority_label", "seeds",
 ]  # fmt: skip
 
 
@@ -36,22 +39,26 @@ def usable_rows(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     column = column_of(rows, metric)
     names = [name for name in (*ROW_SETTING, "spec", "budget", "seed", "sample", "curve") if name in rows]
     found = rows[(rows["status"] == "ok") & rows[column].notna()]
-    return found[names].assign(value=found[column].to_numpy(dtype=float))
+    return found[names].assign(value=found[column].to_numpy(dtype=float), fits=nothing_evicted(found))
 
 
-def is_binary(values: pd.Series) -> bool:
-    """Are these yes/no answers?"""
-    return bool(np.isin(values.to_numpy(dtype=float), (0.0, 1.0)).all())
+def are_answers(usable: pd.DataFrame, metric: Metric) -> bool:
+    """Does a metric count answers that are wrong (0) or right (1) in these rows?"""
+    return metric.counts_answers(usable["value"].unique())
 
 
 @dataclass(frozen=True)
 class PairedValues:
-    """Values of two policies on the (sample, seed) pairs that both have, by ascending sample, each (n,)."""
+    """Values of two policies on the (sample, seed) pairs that both have, by ascending sample, each (n,).
+
+    fits: whether nothing was evicted for mine.
+    """
 
     samples: NDArray[np.object_]
     seeds: NDArray[np.object_]
     mine: Floats
     theirs: Floats
+    fits: NDArray[np.bool_]
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -67,7 +74,8 @@ class PairedValues:
         return item.values if item.weights is None else item.values / item.weights
 
 
-Values = dict[tuple[Any, str], float]  # of one policy at one setting and budget, by (seed, sample)
+# Of one policy at one setting and budget, by (seed, sample): a value, and whether nothing was evicted.
+Values = dict[tuple[Any, str], tuple[float, bool]]
 
 
 def values_of(rows: pd.DataFrame) -> Values:
@@ -77,8 +85,8 @@ def values_of(rows: pd.DataFrame) -> Values:
     """
     keys = list(zip(rows["seed"], rows["sample"], strict=True))
     found: Values = {}
-    for key, value in zip(keys, rows["value"], strict=True):
-        found.setdefault(key, value)
+    for key, *value in zip(keys, rows["value"], rows["fits"], strict=True):
+        found.setdefault(key, (value[0], value[1]))
     if len(found) < len(keys) and rows["spec"].iloc[0] != FULL:
         raise BadInput(
             f"{rows['spec'].iloc[0]} has several configurations at one setting and budget: "
@@ -91,7 +99,9 @@ def match_samples(mine: Values, theirs: Values) -> PairedValues:
     """Both sides on the seeds and samples that both have, in the order of mine."""
     keys = [key for key in mine if key in theirs]
     seeds, samples = (np.array([key[part] for key in keys], dtype=object) for part in (0, 1))
-    return PairedValues(samples, seeds, *(np.array([side[key] for key in keys]) for side in (mine, theirs)))
+    one, other = (np.array([side[key][0] for key in keys]) for side in (mine, theirs))
+    fits = np.array([mine[key][1] for key in keys], dtype=bool)
+    return PairedValues(samples, seeds, one, other, fits)
 
 
 def measure_pairs(
@@ -101,10 +111,11 @@ def measure_pairs(
     yes_no = [binary and both.difference.weights is None for both in pairs]  # means over seeds are no answers
     differences = [both.differences for both in pairs]
     tests = run_tests(differences, yes_no)
-    bounds = bootstrap_intervals([both.difference for both in pairs])
+    moves = [both.difference for both in pairs]
+    moves = [replace(move, kind="pairs") if one else move for move, one in zip(moves, yes_no, strict=True)]
     found = []
     for line, both, moved, one, test, (low, high) in zip(
-        lines, pairs, differences, yes_no, tests, bounds, strict=True
+        lines, pairs, differences, yes_no, tests, intervals(moves), strict=True
     ):
         better = -moved if metric.better == "lower" else moved
         win, loss, n = int((better > 0).sum()), int((better < 0).sum()), len(moved)
@@ -113,7 +124,8 @@ def measure_pairs(
                 **line,
                 "metric": metric.name, "unit": metric.unit, "mean": both.mine.mean(),
                 "baseline_mean": both.theirs.mean(), "difference": both.difference.value,
-                "lo": low, "hi": high, "n": n, "win": win, "tie": n - win - loss, "loss": loss,
+                "lo": low, "hi": high, "n": n, "n_fit": len(set(both.samples[both.fits])),
+                "win": win, "tie": n - win - loss, "loss": loss, "p_sign": mcnemar(win, loss),
                 "test": test.name, "p": test.p, "detectable": detectable_effect(moved, one),
                 "seeds": join_seeds(seed for seed in both.seeds if not pd.isna(seed)),
             }
@@ -122,7 +134,7 @@ def measure_pairs(
 
 
 def order_lines(lines: Sequence[Mapping[str, Any]], rows: pd.DataFrame) -> pd.DataFrame:
-    """Types, Holm's correction within each setting, and an order: budgets ascending, then policies.
+    """Types, Holm's correction, and an order: budgets ascending, then policies.
 
     rows: those behind the lines, from `prepare_rows`.
     """
@@ -130,9 +142,20 @@ def order_lines(lines: Sequence[Mapping[str, Any]], rows: pd.DataFrame) -> pd.Da
     names = [name for name in COLUMNS if name not in FLAGS]
     frame = pd.DataFrame(lines, columns=[*names, *SETTING[1:]])
     frame = frame.astype({"budget": "Int64", "chunk": "Int64"})
-    for _, part in frame.groupby(SETTING, sort=False, dropna=False):
-        frame.loc[part.index, "p_holm"] = holm(part["p"].tolist())
+    correct(frame, SETTING, ~frame["policy"].isin(brackets_of(rows)))
     order = frame.assign(policy=frame["policy"].map(specs.index)).sort_values([*SETTING, "budget", "policy"])
     ready = frame.loc[order.index].reset_index(drop=True)
     ready.attrs = rows.attrs
     return ready
+
+
+def correct(lines: pd.DataFrame, setting: Sequence[str], asked: pd.Series) -> None:
+    """Fill in p_holm: p, corrected for the comparisons of one metric that are made at one budget.
+
+    asked: comparisons that can be of interest; brackets, which bound the others, are not. NaN for the rest,
+    and where nothing is evicted in any sample.
+    """
+    lines["p_holm"] = math.nan
+    tested = lines[asked & (lines["n_fit"] < lines["n"])]
+    for _, part in tested.groupby([*setting, "budget"], sort=False, dropna=False):
+        lines.loc[part.index, "p_holm"] = holm(part["p"].tolist())

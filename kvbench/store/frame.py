@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -11,13 +11,17 @@ from ..contract.metrics import Metric
 from .columns import FORMS, Form, columns
 from .row import Row
 
-STORED = "metrics"  # the attribute of a frame that holds the metrics which its runs declared
+# Attributes of a frame: the metrics which its runs declared, and the policies that bound the others.
+STORED, BRACKETS = "metrics", "brackets"
 
 
-def frame(rows: Sequence[Row], runs: Sequence[str], stored: Mapping[str, Metric]) -> pd.DataFrame:
+def frame(
+    rows: Sequence[Row], runs: Sequence[str], stored: Mapping[str, Metric], brackets: Iterable[str] = ()
+) -> pd.DataFrame:
     """A column per field and axis, then `metric:NAME` and `time:NAME`, then `run`.
 
-    runs: the folder of each row. stored: metrics that the runs declared.
+    runs: the folder of each row. stored: metrics that the runs declared. brackets: specs of policies that
+    bound the others.
     """
     found: dict[str, pd.Series] = {}
     for column in columns():
@@ -30,13 +34,19 @@ def frame(rows: Sequence[Row], runs: Sequence[str], stored: Mapping[str, Metric]
         for name in dict.fromkeys(name for one in measured for name in one):
             found[f"{prefix}:{name}"] = _series([one.get(name) for one in measured], FORMS[float])
     made = pd.DataFrame({**found, "run": pd.Series(list(runs), dtype="object")})
-    made.attrs[STORED] = dict(stored)
+    made.attrs |= {STORED: dict(stored), BRACKETS: sorted(brackets)}
     return made
 
 
 def metrics_of(lines: pd.DataFrame) -> Mapping[str, Metric]:
     """The metrics that the runs behind these rows, or lines made of them, declared."""
     declared: Mapping[str, Metric] = lines.attrs.get(STORED, {})
+    return declared
+
+
+def brackets_of(lines: pd.DataFrame) -> Sequence[str]:
+    """The policies behind these rows, or lines made of them, that bound the others."""
+    declared: Sequence[str] = lines.attrs.get(BRACKETS, [])
     return declared
 
 

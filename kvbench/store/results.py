@@ -251,6 +251,7 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
     several = [paths] if isinstance(paths, str | Path) else list(paths)
     rows: dict[tuple[str, str], tuple[Row, str]] = {}
     stored: dict[str, Metric] = {}
+    brackets: set[str] = set()
     for path in map(Path, several):
         file = path if path.suffix == ".jsonl" else path / ROWS
         data = stored_bytes(file.parent, file.name)
@@ -263,8 +264,10 @@ def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
             )
         rows.update(found)
         if (file.parent / MANIFEST).is_file():
-            stored = {**stored_metrics(read_manifest(file.parent)), **stored}
-    return frame([row for row, _ in rows.values()], [run for _, run in rows.values()], stored)
+            manifest = read_manifest(file.parent)
+            stored = {**stored_metrics(manifest), **stored}
+            brackets |= {spec for spec, style in manifest.get("style", {}).items() if style.get("bracket")}
+    return frame([row for row, _ in rows.values()], [run for _, run in rows.values()], stored, brackets)
 
 
 def _sync_folder(path: Path) -> None:

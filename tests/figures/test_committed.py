@@ -47,7 +47,7 @@ def test_the_page_shows_them_all() -> None:
 def test_figures_of_runs_say_what_the_rows_say(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Means and counts; the intervals are left out, because they take long."""
     nothing = (np.nan, np.nan)
-    monkeypatch.setattr("kvbench.stats.aggregate.bootstrap_intervals", lambda items: [nothing] * len(items))
+    monkeypatch.setattr("kvbench.stats.aggregate.intervals", lambda items: [nothing] * len(items))
     paths = tuple(str(RESULTS / "reference" / folder) for folder in OF_RUNS[name])
     metrics = ("kl",) if name.endswith("-kl") else ()
     with unsaved(grid) as kept:

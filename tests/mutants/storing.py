@@ -103,6 +103,26 @@ MUTATIONS = [
         "store/test_aggregate.py::test_means_by_hand",
     ),
     mutation(
+        "statistics", "answers are resampled, so that 24 of 24 is certain", "kvbench/stats/aggregate.py",
+        'self._kinds[name] = "rate" if counted else "mean"', 'self._kinds[name] = "mean"',
+        "store/test_aggregate.py::test_the_interval_of_answers_is_wilsons",
+    ),
+    mutation(
+        "statistics", "the bootstrap is corrected for bias the wrong way", "kvbench/stats/bootstrap.py",
+        "shifted = [bias + z for z in (-Z, Z)]", "shifted = [z - bias for z in (-Z, Z)]",
+        "store/test_aggregate.py::test_equal_estimates_are_resampled_once_and_bounds_are_bca",
+    ),
+    mutation(
+        "statistics", "brackets are corrected for", "kvbench/stats/pairs.py",
+        'correct(frame, SETTING, ~frame["policy"].isin(brackets_of(rows)))', 'correct(frame, SETTING, frame["n"] > 0)',
+        "store/test_compare.py::test_brackets_and_budgets_that_evict_nothing_are_not_corrected_for",
+    ),
+    mutation(
+        "statistics", "cells that evict nothing are corrected for", "kvbench/stats/pairs.py",
+        'lines[asked & (lines["n_fit"] < lines["n"])]', "lines[asked]",
+        "store/test_compare.py::test_brackets_and_budgets_that_evict_nothing_are_not_corrected_for",
+    ),
+    mutation(
         "statistics", "resamples depend on the order of a cell's neighbours",
         "kvbench/stats/bootstrap.py",
         "    step = np.ldexp(1.0, exponent - 52)\n", "    step = np.ldexp(1.0, exponent - 80)\n",

@@ -80,7 +80,7 @@ def test_less_is_better_where_the_metric_says_so(tmp_path: Path) -> None:
     assert cells["knorm"]["tova"].verdict == "worse"
     assert cells["knorm"]["tova"].difference == "+0.300"
     assert cells["tova"]["tova"] is None
-    assert (matrix.pairs, matrix.separated, matrix.n) == (3, 3, "12")
+    assert (matrix.pairs, matrix.separated, matrix.n) == (1, 1, "12")  # random bounds the others: no test
 
 
 def test_who_wins_most_samples_is_not_behind(tmp_path: Path) -> None:

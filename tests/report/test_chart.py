@@ -108,7 +108,7 @@ def test_the_correlation_is_scipys() -> None:
     rng = np.random.default_rng(3)
     x = rng.integers(0, 9, 40).astype(float)
     y = x + rng.normal(0, 4, 40)
-    rho, low, high = spearman(x, y)
+    rho, low, high = spearman(x, y, [str(i) for i in range(40)])
     assert rho == pytest.approx(scipy.stats.spearmanr(x, y).statistic)
     reference = scipy.stats.bootstrap(
         (x, y), lambda a, b: scipy.stats.spearmanr(a, b).statistic, paired=True, vectorized=False,
@@ -116,8 +116,25 @@ def test_the_correlation_is_scipys() -> None:
     ).confidence_interval  # fmt: skip
     assert (low, high) == pytest.approx(tuple(reference), abs=0.06)
     assert low < rho < high
-    assert all(math.isnan(value) for value in spearman(x, np.ones(40)))
-    assert all(math.isnan(value) for value in spearman(x[:3], y[:3]))
+    assert all(math.isnan(value) for value in spearman(x, np.ones(40), list("ab") * 20))
+    assert all(math.isnan(value) for value in spearman(x[:3], y[:3], list("abc")))
+
+
+def test_cells_of_one_policy_are_no_independent_points() -> None:
+    """Four budgets of each of five policies say little about policies: the interval widens."""
+    rng = np.random.default_rng(4)
+    level = np.repeat(rng.normal(0, 3, 5), 4)
+    x, y = level + rng.normal(0, 0.1, 20), level + rng.normal(0, 2, 20)
+    _, low, high = spearman(x, y, [name for name in "abcde" for _ in range(4)])
+    _, less, more = spearman(x, y, [str(i) for i in range(20)])
+    assert high - low > more - less
+
+
+def test_policies_with_unequal_numbers_of_cells() -> None:
+    x, y = np.arange(7.0), np.array([0.0, 2, 1, 3, 5, 4, 6])
+    rho, low, high = spearman(x, y, list("aaabbcd"))
+    assert low <= rho <= high
+    assert rho == pytest.approx(scipy.stats.spearmanr(x, y).statistic)
 
 
 def test_eviction_error_in_words(panel: Panel) -> None:
@@ -131,7 +148,7 @@ def test_eviction_error_in_words(panel: Panel) -> None:
     assert text.startswith(
         "Less eviction error goes closely with better results. Spearman's rank correlation is +"
     )
-    who = f"{policies} policies at {len(BUDGETS)} budgets, brackets left out"
+    who = f"{policies} policies at {len(BUDGETS)} budgets, brackets and cells that evict nothing left out"
     assert f"over n = {policies * len(BUDGETS)} cells ({who})" in text
     assert len([mark for curve in found[1].picture.strokes for mark in curve.marks]) == (policies + 2) * len(
         BUDGETS

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
+import scipy.stats
 
 from kvbench.errors import UnknownName
 from kvbench.stats.aggregate import aggregate, list_metrics
@@ -49,12 +50,18 @@ def test_means_by_hand(tmp_path: Path) -> None:
     assert "nll_tokens" not in set(frame["metric"])
 
 
-def test_interval_equals_the_exact_distribution_of_resampled_means(tmp_path: Path) -> None:
+def test_the_interval_of_answers_is_wilsons(tmp_path: Path) -> None:
     rows = [row("knorm", 64, f"s{i}", metrics={"accuracy": float(i < 10)}) for i in range(20)]
     found = line(aggregate(frame_of(tmp_path, rows), ["accuracy"]), "accuracy")
-    weights = np.array([math.comb(20, k) for k in range(21)]) / 2**20
-    low, high = (np.searchsorted(weights.cumsum(), q) / 20 for q in (0.025, 0.975))
-    assert (found["lo"], found["hi"]) == (low, high)
+    theirs = scipy.stats.binomtest(10, 20).proportion_ci(method="wilson")
+    assert (found["lo"], found["hi"]) == pytest.approx((theirs.low, theirs.high))
+
+
+def test_a_quantity_that_happens_to_be_zero_is_no_answer(tmp_path: Path) -> None:
+    rows = [row("knorm", 64, f"s{i}", metrics={"missed_mass": 0.0, "accuracy": 0.0}) for i in range(9)]
+    found = aggregate(frame_of(tmp_path, rows), ["missed_mass", "accuracy"]).set_index("metric")["hi"]
+    assert found["missed_mass"] == 0
+    assert found["accuracy"] > 0.2
 
 
 def test_bootstrap_covers_the_truth_about_as_often_as_it_says() -> None:
@@ -159,8 +166,8 @@ def test_two_runs_of_one_policy_are_told_apart(tmp_path: Path) -> None:
     assert lines["label"].tolist() == ["knorm (a)", "knorm (b)"]
 
 
-def test_equal_estimates_are_resampled_once_and_bounds_are_percentiles() -> None:
-    """Whatever else is asked for, and against numpy on the same draws."""
+def test_equal_estimates_are_resampled_once_and_bounds_are_bca() -> None:
+    """Whatever else is asked for, and against Efron's formulas on the same draws."""
     rng = np.random.default_rng(2)
     ids = tuple(f"s{i:02}" for i in range(30))
     one, other = rng.normal(size=30), rng.random(size=30)
@@ -170,4 +177,10 @@ def test_equal_estimates_are_resampled_once_and_bounds_are_percentiles() -> None
     assert second == bootstrap_intervals(items[1:2])[0]
     seed = hashlib.sha256("\0".join(ids).encode()).digest()
     draws = np.random.default_rng(int.from_bytes(seed[:8], "little")).integers(0, 30, size=(RESAMPLES, 30))
-    assert first == pytest.approx(tuple(np.percentile(one[draws].mean(1), (2.5, 97.5))), rel=1e-12)
+    means, normal = one[draws].mean(1), scipy.stats.norm
+    bias = normal.ppf((means < one.mean()).mean())
+    off = one.mean() - np.array([np.delete(one, i).mean() for i in range(30)])
+    skew = (off**3).sum() / (6 * (off**2).sum() ** 1.5)
+    shifted = bias + normal.ppf([0.025, 0.975])
+    ends = normal.cdf(bias + shifted / (1 - skew * shifted))
+    assert first == pytest.approx(tuple(np.quantile(means, ends)), rel=1e-6)

@@ -125,7 +125,8 @@ def test_paired_with_the_full_cache_and_a_lower_is_better_metric(tmp_path: Path)
     assert found["difference"].tolist() == [0.75, 0.375]
     assert found[["win", "tie", "loss"]].to_numpy().tolist() == [[0, 1, 3], [0, 1, 3]]
     assert found["p"].tolist() == [0.25, 0.25]  # 3 differences have 8 signs, 2 of them as extreme
-    assert found["p_holm"].tolist() == [0.5, 0.5]
+    assert found["p_holm"].tolist() == [0.25, 0.25]  # one comparison at each budget
+    assert found["p_sign"].tolist() == [0.25, 0.25]
 
 
 def test_a_policy_without_common_samples_is_not_compared(tmp_path: Path) -> None:
@@ -169,8 +170,7 @@ def test_one_sample_under_three_seeds_is_one_sample(tmp_path: Path) -> None:
     few = compare_pairs(frame_of(tmp_path / "a", one + base[::3]), "tova", "accuracy").iloc[0]
     many = compare_pairs(frame_of(tmp_path / "b", three + base), "tova", "accuracy").iloc[0]
     names = ["difference", "lo", "hi", "n", "win", "tie", "loss", "p"]
-    assert many["test"] == "flip"
-    assert few["test"] == "mcnemar"  # the same p: with equal values both tests count signs
+    assert many["test"] == few["test"] == "mcnemar"
     assert many[names].to_dict() == pytest.approx(few[names].to_dict())
 
 
@@ -192,8 +192,8 @@ def test_samples_that_differ_by_seed_are_independent(tmp_path: Path) -> None:
     rows = [seeded("knorm", 64, f"{seed}-{i}", seed, float(i < 2)) for seed in (0, 1, 2) for i in range(4)]
     line = aggregate(frame_of(tmp_path, rows), ["accuracy"]).iloc[0]
     assert (line["n"], line["mean"], line["seeds"]) == (12, 0.5, "0,1,2")
-    weights = scipy.stats.binom(12, 0.5)
-    assert (line["lo"], line["hi"]) == (weights.ppf(0.025) / 12, weights.ppf(0.975) / 12)
+    theirs = scipy.stats.binomtest(6, 12).proportion_ci(method="wilson")
+    assert (line["lo"], line["hi"]) == pytest.approx((theirs.low, theirs.high))
 
 
 def test_unequal_numbers_of_seeds_pair_where_both_have_rows(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_all_pairs_say_what_pairs_with_a_baseline_say(tmp_path: Path) -> None:
     own = own[own["task"] == "boolq"].assign(curve=lambda frame: frame["spec"])
     specs = list(dict.fromkeys(own.sort_index()["spec"]))
     for metric in ("accuracy", "kl"):
-        frame = compare_all(own, metric)
+        frame = compare_all(own, metric, ["random"])
         assert len(frame) == 5 * len(specs) * (len(specs) - 1) / 2
         for baseline in ("tova", "full"):
             mine = frame[frame["baseline"] == baseline].set_index(["policy", "budget"])
@@ -329,7 +329,35 @@ def test_all_pairs_say_what_pairs_with_a_baseline_say(tmp_path: Path) -> None:
             for name in ("mean", "difference", "lo", "hi", "n", "win", "tie", "loss", "p", "detectable"):
                 assert mine[name].tolist() == there.loc[mine.index, name].tolist(), name
         for _, part in frame.groupby("budget"):
-            assert part["p_holm"].tolist() == holm(part["p"].tolist())
+            random = part[["policy", "baseline"]].isin(["random"]).any(axis=1)
+            assert part[random]["p_holm"].isna().all()
+            assert part[~random]["p_holm"].tolist() == holm(part[~random]["p"].tolist())
+
+
+def test_one_long_dialogue_decides_a_mean_and_no_sign_test(tmp_path: Path) -> None:
+    worse = [0.1] * 11 + [-9.0]
+    rows = [row("knorm", 64, f"s{i:02}", metrics={"nll": 1.0}) for i in range(12)]
+    rows += [row("tova", 64, f"s{i:02}", metrics={"nll": 1.0 + more}) for i, more in enumerate(worse)]
+    found = compare_pairs(frame_of(tmp_path, rows), "knorm", "nll").iloc[0]
+    assert (found["win"], found["loss"], found["difference"] < 0) == (1, 11, True)
+    assert found["p_sign"] == mcnemar(1, 11) < 0.05 < found["p"]
+
+
+def test_brackets_and_budgets_that_evict_nothing_are_not_corrected_for(tmp_path: Path) -> None:
+    rows = []
+    for spec in ("full", "knorm", "tova", "random"):
+        for budget in [None] if spec == "full" else [64, 1024]:
+            for i in range(8):
+                kept = min(budget or 300, 300)
+                values = {"nll": 1.0 + len(spec) * i / (budget or 1000)}
+                rows.append(row(spec, budget, f"s{i}", kept=kept, context_tokens=300, metrics=values))
+    frame = frame_of(tmp_path, rows)
+    frame.attrs["brackets"] = ["random"]
+    found = compare_pairs(frame, "full", "nll").set_index(["policy", "budget"])
+    assert found["n_fit"].tolist() == [0, 0, 0, 8, 8, 8]
+    tested = found[found["p_holm"].notna()]
+    assert tested.index.tolist() == [("knorm", 64), ("tova", 64)]
+    assert tested["p_holm"].tolist() == holm(tested["p"].tolist())
 
 
 def test_perplexity_is_compared_by_what_samples_add_to_it(tmp_path: Path) -> None:

@@ -55,7 +55,8 @@ def matrices(panel: Panel, metric: str) -> list[Matrix]:
         rows = [(shorten(label), [cells.get((label, other)) for other in labels]) for label in labels]
         separated = sum(entry.verdict == "better" for entry in cells.values())
         n = sample_count(lines["n"])
-        found.append(Matrix(budget, [shorten(x) for x in labels], rows, len(lines), separated, n))
+        tested = int(lines["p_holm"].notna().sum())
+        found.append(Matrix(budget, [shorten(x) for x in labels], rows, tested, separated, n))
     return found
 
 

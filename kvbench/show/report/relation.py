@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import pandas as pd
 
-from ...stats.bootstrap import LEVEL, Floats
+from ...stats.bootstrap import Floats
 from ...stats.panels import shorten
 from ..panel import Panel
 from ..scale import NOISE, scale_of
@@ -20,6 +20,7 @@ from .look import Look
 
 ERRORS = ("missed_mass", "eviction_cost")
 RESAMPLES = 2_000
+LEVEL = (2.5, 97.5)  # percentiles
 LEAST = 4  # cells for a correlation
 
 
@@ -64,13 +65,13 @@ def cells_table(panel: Panel, found: Sequence[Relation]) -> tuple[list[str], lis
 
 
 def _cells(panel: Panel, x: str, y: str) -> pd.DataFrame:
-    """label, budget, x, y, only_pins of every cell that has both."""
+    """label, budget, x, y, only_pins of every cell that has both, and in which something is evicted."""
     keys = ["label", "budget"]
-    one, other = (panel.of(name)[[*keys, "mean", "only_pins"]] for name in (x, y))
+    one, other = (panel.of(name)[[*keys, "mean", "only_pins", "n", "n_fit"]] for name in (x, y))
     cells = one.rename(columns={"mean": "x"}).merge(
         other.rename(columns={"mean": "y"})[[*keys, "y"]], on=keys
     )
-    return cells[cells["budget"].notna()]
+    return cells[cells["budget"].notna() & (cells["n_fit"] < cells["n"])]
 
 
 def _draw(
@@ -104,8 +105,9 @@ def _describe(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
     """How closely the two go together, over all cells of real policies and within each budget."""
     cells = cells[cells["label"].isin(panel.candidates)].copy()
     cells[["x", "y"]] = (cells[["x", "y"]] / NOISE).round()  # rounding errors have no order
-    who = f"{cells['label'].nunique()} policies at {cells['budget'].nunique()} budgets, brackets left out"
-    rho, low, high = spearman(cells["x"].to_numpy(), cells["y"].to_numpy())
+    places = f"{cells['label'].nunique()} policies at {cells['budget'].nunique()} budgets"
+    who = f"{places}, brackets and cells that evict nothing left out"
+    rho, low, high = spearman(cells["x"].to_numpy(), cells["y"].to_numpy(), cells["label"].tolist())
     n = len(cells)
     if not math.isfinite(rho):
         return f"n = {n} cells ({who}): too few, or all alike, for a rank correlation."
@@ -142,15 +144,24 @@ def _strength(rho: float, low: float, high: float) -> str:
     return f"Less eviction error goes {size} with better results."
 
 
-def spearman(x: Floats, y: Floats) -> tuple[float, float, float]:
-    """The rank correlation with its 95% percentile bootstrap interval over cells; NaN for too few cells."""
+def spearman(x: Floats, y: Floats, who: Sequence[str]) -> tuple[float, float, float]:
+    """The rank correlation with its 95% percentile bootstrap interval; NaN for too few cells.
+
+    who: the policy of each cell. Policies are resampled, each with all of its cells: cells of one policy at
+    several budgets are not independent.
+    """
     rho = correlation(x, y) if len(x) >= LEAST else math.nan
     if not math.isfinite(rho):
         return math.nan, math.nan, math.nan
-    draws = np.random.default_rng(0).integers(0, len(x), (RESAMPLES, len(x)))
+    mine = [[at for at, one in enumerate(who) if one == name] for name in dict.fromkeys(who)]
+    places = np.full((len(mine), max(map(len, mine))), len(x))  # one behind the last: no cell
+    for row, cells in zip(places, mine, strict=True):
+        row[: len(cells)] = cells
+    draws = places[np.random.default_rng(0).integers(0, len(mine), (RESAMPLES, len(mine)))]
+    sides = (np.append(side, np.nan)[draws.reshape(RESAMPLES, -1)] for side in (x, y))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # draws in which one side is all alike have no correlation
-        low, high = np.nanpercentile(_correlate(x[draws], y[draws]), LEVEL)
+        low, high = np.nanpercentile(_correlate(*sides), LEVEL)
     return rho, float(low), float(high)
 
 
@@ -160,9 +171,9 @@ def correlation(x: Floats, y: Floats) -> float:
 
 
 def _correlate(x: Floats, y: Floats) -> Floats:
-    """Spearman's correlation of each row (row, n); NaN where a side is all alike."""
+    """Spearman's correlation of each row (row, n), NaN left out; NaN where a side is all alike."""
     ranks = [pd.DataFrame(side).rank(axis=1).to_numpy() for side in (x, y)]  # ties share their mean rank
-    one, other = (rank - rank.mean(axis=1, keepdims=True) for rank in ranks)
-    spread = np.sqrt((one**2).sum(axis=1) * (other**2).sum(axis=1))
+    one, other = (rank - np.nanmean(rank, axis=1, keepdims=True) for rank in ranks)
+    spread = np.sqrt(np.nansum(one**2, axis=1) * np.nansum(other**2, axis=1))
     with np.errstate(invalid="ignore"):
-        return np.asarray((one * other).sum(axis=1) / np.where(spread > 0, spread, np.nan))
+        return np.asarray(np.nansum(one * other, axis=1) / np.where(spread > 0, spread, np.nan))
