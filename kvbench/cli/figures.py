@@ -9,7 +9,6 @@ import typer
 
 from ..contract.registry import split_specs
 from ..errors import BadInput
-from ..show.figures import OUT, Request, figure_kind
 from .listing import list_ as list_of
 
 
@@ -30,13 +29,15 @@ def figure(
     limit: Annotated[int | None, typer.Option(help="Number of traces; default: all of them.")] = None,
     sample: Annotated[int, typer.Option(help="Index of the trace, for figures of one trace.")] = 0,
     head: Annotated[str | None, typer.Option(help="A KV head, as in L10.H0.")] = None,
-    out: Annotated[str, typer.Option(help="Folder for PNG, SVG and CSV.")] = str(OUT),
+    out: Annotated[str, typer.Option(help="Folder for PNG, SVG and CSV.")] = "results/figures",
 ) -> None:
     """Draw a figure of the KVP paper from stored runs, recorded traces, or measured times."""
     if list_:
         return list_of("figures")
     if name is None:
         raise BadInput("which figure? `kvbench figure --list` shows their names and what they take")
+    from ..show.figures import Request, figure_kind
+
     asked = Request(
         paths=tuple(paths or ()), metrics=tuple(split_specs(metric or [])), each=each,
         policies=tuple(split_specs(policy or [])), pins=pins, limit=limit, sample=sample, head=head,

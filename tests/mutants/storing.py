@@ -114,7 +114,8 @@ MUTATIONS = [
     ),
     mutation(
         "statistics", "brackets are corrected for", "kvbench/stats/pairs.py",
-        'correct(frame, SETTING, ~frame["policy"].isin(brackets_of(rows)))', 'correct(frame, SETTING, frame["n"] > 0)',
+        'correct(frame, SETTING, ~frame["policy"].isin(brackets_of(rows)))',
+        'correct(frame, SETTING, frame["n"] > 0)',
         "store/test_compare.py::test_brackets_and_budgets_that_evict_nothing_are_not_corrected_for",
     ),
     mutation(
