@@ -23,7 +23,7 @@ from ..study.plan import check_data, check_fits
 from ..study.progress import progress as progress_bar
 from ..study.samples import SampleOptions, prepare
 from .record import Recording, answer_prompt, record
-from .trace import TraceInfo, TraceSet, TraceWriter
+from .trace import TraceInfo, TraceSet, TraceWriter, draft_of
 
 STORED = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -33,7 +33,7 @@ class TraceConfig:
     """What to record.
 
     tasks: specs, sampled in turn. samples: traces in all. length: tokens of every sample ("512"), or a
-    range ("350-700") from which the samples of each task take evenly spaced lengths. under:
+    range ("350-700") from which the samples of each task, all different, take evenly spaced lengths. under:
     "POLICY:BUDGET" records the queries of question and answer as they come out when the context was
     evicted to that budget first; keys and values of the context are always the full cache's. response:
     what follows the question, the data's reference or what the model itself answers (generated). store:
@@ -90,6 +90,11 @@ class TraceRequest:
     name: str
     task: str
     prompt: Prompt
+
+    @property
+    def draft(self) -> str:
+        """Equal for the same sample at another length."""
+        return draft_of(self.task, self.name)
 
 
 def collect(
@@ -178,16 +183,25 @@ def _samples(config: TraceConfig, opened: OpenModel) -> list[TraceRequest]:
 
 
 def _column(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> list[TraceRequest]:
-    """`count` samples of one task. With a range of lengths, up to 8 evenly spaced ones take turns."""
+    """`count` samples of one task. With a range of lengths, up to 8 evenly spaced ones take turns.
+
+    Every sample is another draft: the same text at two lengths would be one sample counted twice.
+    """
     if config.lengths is None:
         return _prompts(config, opened, spec, count)
     low, high = config.lengths
     steps = min(8, count, high - low + 1)
     lengths = [low + (high - low) * i // max(1, steps - 1) for i in range(steps)]
-    per_length = -(-count // steps)
-    sized = [_prompts(config, opened, _with_length(spec, length), per_length) for length in lengths]
-    turns = [column[i] for i in range(per_length) for column in sized if i < len(column)]
-    return turns[:count]
+    sized = [_prompts(config, opened, _with_length(spec, length), count) for length in lengths]
+    used: set[str] = set()
+    turns: list[TraceRequest] = []
+    for i in range(count):
+        fresh = (request for request in sized[i % steps] if request.draft not in used)
+        request = next(fresh, None)
+        if request is not None:
+            used.add(request.draft)
+            turns.append(request)
+    return turns
 
 
 def _with_length(spec: str, length: int) -> str:

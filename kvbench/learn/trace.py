@@ -34,6 +34,11 @@ SHARD = 8  # traces per shard: the unit of resuming
 TRACE_SCHEMA = 1
 
 
+def draft_of(task: str, trace_id: str) -> str:
+    """The sample behind a trace: its id is "SPEC|SAMPLE|CONTENT", and the spec names the length."""
+    return f"{task}|{trace_id.partition('|')[2].rpartition('|')[0] or trace_id}"
+
+
 @dataclass(frozen=True)
 class TraceInfo:
     """One trace. tokens: its length; context: tokens before the question (the boundary split).
@@ -47,6 +52,11 @@ class TraceInfo:
     task: str
     scaling: float
     shard: int = -1
+
+    @property
+    def draft(self) -> str:
+        """Equal for traces of one sample of a task at several lengths."""
+        return draft_of(self.task, self.id)
 
 
 @dataclass(frozen=True)

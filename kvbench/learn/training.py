@@ -65,13 +65,19 @@ def trainer_of(policy: type[Policy]) -> Trainer:
 def held_out(traces: TraceSet, share: float) -> tuple[list[int], list[int]]:
     """Indices of the traces to learn from and of those that only measure, the last ones.
 
-    Raises BadInput for too few traces.
+    A draft that measures is not learned from at another length either. Raises BadInput for too few traces.
     """
-    count = max(1, round(len(traces) * share))
-    if len(traces) <= count:
-        raise BadInput(f"{len(traces)} traces are too few to train and validate: record 2 or more")
-    chosen = list(range(len(traces)))
-    return chosen[:-count], chosen[-count:]
+    drafts = [info.draft for info in traces.infos]
+    count = max(1, round(len(drafts) * share))
+    kept = range(max(0, len(drafts) - count), len(drafts))
+    measuring = {drafts[i] for i in kept}
+    learned = [i for i in range(kept.start) if drafts[i] not in measuring]
+    if not learned:
+        raise BadInput(
+            f"{len(drafts)} traces of {len(set(drafts))} different samples are too few to train and "
+            "validate: record 2 or more"
+        )
+    return learned, list(kept)
 
 
 def draw_visits(

@@ -182,6 +182,7 @@ def test_lengths(folder: str, tmp_path: Path, length: str, wanted: set[int]) -> 
     assert specs >= wanted
     assert len(specs) == min(len(wanted) if length != "40-180" else 8, 8)
     assert len({info.id for info in found.infos}) == len(found) == samples
+    assert len({info.draft for info in found.infos}) == samples  # no text twice, at another length
     low, high = int(length.split("-")[0]), int(length.split("-")[-1])
     for info in found.infos:
         assert low <= info.tokens <= high + 30

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from kvbench.cli import main as cli
 from kvbench.contract.eviction import eviction_cost
 from kvbench.contract.pins import Pins
 from kvbench.errors import BadInput, UnknownName, WorkersLost
-from kvbench.learn.trace import TraceSet, utilities
-from kvbench.learn.training import LEAST, learning_rate
+from kvbench.learn.trace import TraceInfo, TraceSet, utilities
+from kvbench.learn.training import LEAST, held_out, learning_rate
 from kvbench.policies.kvp import command
 from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.course import Curriculum, TrainingSet
@@ -184,6 +185,15 @@ def test_held_out_traces_only_measure(synthetic: TraceSet) -> None:
     lesson = TrainingSet.prepare(replace(LONG, validation=0.34), synthetic)
     assert {trace for trace, _ in lesson.course.visits} == {0, 1, 2, 3}
     assert {trace for trace, _ in lesson.exam.visits} == {4, 5}
+
+
+def test_a_sample_that_measures_is_learned_from_at_no_length() -> None:
+    names = ["niah:length=350|7-0|a", "niah:length=350|7-1|b", "vt|7-1|c", "niah:length=700|7-1|d"]
+    infos = [TraceInfo(name, 9, 5, name.partition(":")[0].partition("|")[0], 1.0) for name in names]
+    traces: Any = SimpleNamespace(infos=infos)
+    assert held_out(traces, 0.25) == ([0, 2], [3])
+    with pytest.raises(BadInput, match="1 different samples"):
+        held_out(SimpleNamespace(infos=infos[1::2]), 0.25)  # type: ignore[arg-type]
 
 
 def test_two_traces_are_the_least(tmp_path: Path) -> None:
