@@ -103,6 +103,29 @@ MUTATIONS = [
         "store/test_aggregate.py::test_means_by_hand",
     ),
     mutation(
+        "statistics", "three seeds of a sample are three samples", "kvbench/stats/bootstrap.py",
+        "starts = np.flatnonzero(np.r_[True, ids[1:] != ids[:-1]]) if len(ids) else np.empty(0, int)",
+        "starts = np.arange(len(ids))",
+        "store/test_compare.py::test_one_sample_under_three_seeds_is_one_sample",
+    ),
+    mutation(
+        "statistics", "a policy is compared with the baseline at another budget", "kvbench/stats/compare.py",
+        'else [*ROW_SETTING, "budget"]', "else [*ROW_SETTING]",
+        "store/test_compare.py",
+    ),
+    mutation(
+        "statistics", "samples are paired by their order", "kvbench/stats/pairs.py",
+        "keys = [key for key in mine if key in theirs]",
+        "theirs = dict(zip(mine, theirs.values()))\n    keys = list(theirs)",
+        "store/test_compare.py",
+    ),
+    mutation(
+        "identity", "an axis at its default is hashed (law 11)", "kvbench/contract/identity.py",
+        "if axis.name in configuration and configuration[axis.name] != axis.default:",
+        "if axis.name in configuration:",
+        "laws/test_identity.py",
+    ),
+    mutation(
         "statistics", "answers are resampled, so that 24 of 24 is certain", "kvbench/stats/aggregate.py",
         'self._kinds[name] = "rate" if counted else "mean"', 'self._kinds[name] = "mean"',
         "store/test_aggregate.py::test_the_interval_of_answers_is_wilsons",
@@ -127,7 +150,7 @@ MUTATIONS = [
         "statistics", "resamples depend on the order of a cell's neighbours",
         "kvbench/stats/bootstrap.py",
         "    step = np.ldexp(1.0, exponent - 52)\n", "    step = np.ldexp(1.0, exponent - 80)\n",
-        "store/test_aggregate.py::test_numbers_depend_neither_on_order_nor_on_company",
+        "store/test_aggregate.py::test_an_interval_has_the_same_bits_alone_and_in_company",
     ),
     mutation(
         "audit", "`verify` does not look at what was kept (B26)", VERIFY,

@@ -166,6 +166,14 @@ def test_two_runs_of_one_policy_are_told_apart(tmp_path: Path) -> None:
     assert lines["label"].tolist() == ["knorm (a)", "knorm (b)"]
 
 
+def test_an_interval_has_the_same_bits_alone_and_in_company() -> None:
+    rng, ids = np.random.default_rng(6), tuple(f"s{i:02}" for i in range(45))
+    items = [Estimate(ids, rng.normal(size=45)) for _ in range(37)]
+    together = bootstrap_intervals(items)
+    assert together == [bootstrap_intervals([item])[0] for item in items]
+    assert together == bootstrap_intervals(items[::-1])[::-1]
+
+
 def test_equal_estimates_are_resampled_once_and_bounds_are_bca() -> None:
     """Whatever else is asked for, and against Efron's formulas on the same draws."""
     rng = np.random.default_rng(2)
