@@ -111,19 +111,19 @@ MUTATIONS = [
     mutation(
         "statistics", "a policy is compared with the baseline at another budget", "kvbench/stats/compare.py",
         'else [*ROW_SETTING, "budget"]', "else [*ROW_SETTING]",
-        "store/test_compare.py",
+        "store/test_compare.py::test_b58_paired_on_the_same_samples",
     ),
     mutation(
         "statistics", "samples are paired by their order", "kvbench/stats/pairs.py",
         "keys = [key for key in mine if key in theirs]",
         "theirs = dict(zip(mine, theirs.values()))\n    keys = list(theirs)",
-        "store/test_compare.py",
+        "store/test_compare.py::test_b58_paired_on_the_same_samples",
     ),
     mutation(
         "identity", "an axis at its default is hashed (law 11)", "kvbench/contract/identity.py",
         "if axis.name in configuration and configuration[axis.name] != axis.default:",
         "if axis.name in configuration:",
-        "laws/test_identity.py",
+        "laws/test_identity.py::test_at_its_default_nothing_is_computed_again",
     ),
     mutation(
         "statistics", "answers are resampled, so that 24 of 24 is certain", "kvbench/stats/aggregate.py",
