@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..contract.model_description import ModelDescription
 from ..contract.need import Need
-from ..contract.observation import Observation
+from ..contract.observation import Observation, SharedWork
 from ..contract.pins import Pins
 from ..contract.policy import Policy, TrainedFor
 from ..contract.registry import POLICIES, parameters
@@ -77,7 +77,7 @@ def check_policy(spec: str, layers: Layers = specimens) -> list[Finding]:
     ]
     if not written[0].passed:  # without its declarations nothing else can be tried
         return written
-    with torch.no_grad():
+    with torch.inference_mode():  # torch counts no writes there: what is written is found by its values
         scored = _score_all(policy, layers(policy.trained_for))
         steady = _tried("is deterministic, whatever was scored before", scored, _changed)
         if not steady.passed:  # what compares scores would blame whatever it changed
@@ -199,7 +199,7 @@ def _undeclared(policy: Policy, specimen: Specimen, score: Tensor) -> str:
     return ""
 
 
-class _WorkMemory(dict[Any, Any]):
+class _WorkMemory(SharedWork):
     """Shared work of a layer, with a copy of everything as it was when it was stored."""
 
     def __init__(self) -> None:

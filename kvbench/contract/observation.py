@@ -6,7 +6,7 @@ however many policies ask for it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,7 +42,22 @@ class _UndeclaredTensor:
 
 UNDECLARED = {need: _UndeclaredTensor(need) for need in (Need.KEYS, Need.VALUES)}
 
-SharedWork = dict[Any, Any]  # what several policies look at in one layer, by name
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place, also through views of it; -1 where torch does not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+class SharedWork(dict[Any, Any]):
+    """What several policies look at in one layer, by name. versions: those when the tensors were stored."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.versions: dict[Any, int] = {}
+
+    def __setitem__(self, name: Any, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.versions[name] = version_of(value) if isinstance(value, torch.Tensor) else 0
 
 
 @dataclass(frozen=True)
@@ -89,7 +104,7 @@ class Observation:
     _probe: ProbeLayer | None = None
     full_index: int = 0
     needs: frozenset[Need] = frozenset(Need)
-    _shared: SharedWork = field(default_factory=dict)
+    _shared: SharedWork = field(default_factory=SharedWork)
     _sharing: Callable[[SharedWork, Any, Callable[[], torch.Tensor]], torch.Tensor] = compute_once
     _whole: Observation | None = None
 
@@ -100,6 +115,22 @@ class Observation:
             if need not in needs:
                 shown[name] = UNDECLARED[need]
         return Observation(**shown)
+
+    def written(self, before: Mapping[str, int]) -> list[str]:
+        """What was written in place since `versions` gave `before`."""
+        found = [name for name, version in self.versions().items() if version != before[name]]
+        stored = self._shared.versions
+        return found + [
+            f"shared {name}"
+            for name, tensor in self._shared.items()
+            if isinstance(tensor, torch.Tensor) and version_of(tensor) != stored[name]
+        ]
+
+    def versions(self) -> dict[str, int]:
+        """The versions of what the cache and other policies use, too; the rest is handed out as copies."""
+        whole = self._whole or self
+        parts = {"keys": whole.keys, "values": whole.values, "positions": self.positions}
+        return {name: version_of(tensor) for name, tensor in parts.items()}
 
     @property
     def _all_keys(self) -> torch.Tensor:
@@ -117,7 +148,7 @@ class Observation:
     def window_queries(self, window: int) -> torch.Tensor:
         """Queries of the last min(window, new) tokens, after RoPE: (batch, query_head, w, dim)."""
         self._require(Need.WINDOW_QUERIES)
-        return self._queries[:, :, -window:]
+        return self._queries[:, :, -window:].clone()
 
     def window_attention(self, window: int) -> torch.Tensor:
         """Attention of the last min(window, new) tokens over all slots, causal inside the window.
@@ -146,7 +177,7 @@ class Observation:
         self._require(Need.HIDDEN_STATES)
         if self._hidden is None:
             raise PluginError("hidden states were not recorded for this layer")
-        return self._hidden
+        return self._hidden.clone()
 
     @property
     def future_attention(self) -> torch.Tensor:

@@ -42,12 +42,19 @@ class BoundPolicies:
         return next((len(probe.tokens) for probe in self.probes if policy in probe.policies), 0)
 
 
-def bind_policies(lm: LoadedModel, policies: Iterable[Policy]) -> BoundPolicies:
-    """Bind every policy, and collect the extra tokens: equal ones are one probe."""
+def bind_policies(
+    lm: LoadedModel, policies: Iterable[Policy], refused: Mapping[Policy, str] | None = None
+) -> BoundPolicies:
+    """Bind every policy, and collect the extra tokens: equal ones are one probe.
+
+    refused: policies that have failed before, and why.
+    """
     bound: dict[Policy, Policy] = {}
-    failures: dict[Policy, str] = {}
+    failures = dict(refused or {})
     probes: list[tuple[Tensor, list[Policy]]] = []
     for policy in dict.fromkeys(policies):
+        if policy in failures:
+            continue
         try:
             bound[policy] = bind_policy(lm, policy)
             tokens = validated_probe(bound[policy], lm) if Need.PROBE in policy.needs else None
@@ -73,7 +80,7 @@ def bind_policy(model: LoadedModel | ModelDescription, policy: Policy) -> Policy
         bound = model.bind(policy) if isinstance(model, LoadedModel) else policy.bind(model)
     except KvbenchError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"policy '{policy.name}', bind: {type(error).__name__}: {error}") from error
     if bound != policy:
         raise PluginError(f"policy '{policy.name}': bind must return a policy that equals the one it is of")
@@ -89,7 +96,7 @@ def validated_probe(policy: Policy, lm: LoadedModel) -> Tensor:
         tokens = policy.probe
     except KvbenchError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(f"policy '{policy.name}', probe: {type(error).__name__}: {error}") from error
     width = lm.description.width
     if not isinstance(tokens, Tensor) or not tokens.is_floating_point() or tokens.dim() != 2:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..contract.cell import Cell, Ranker
 from ..contract.need import Need
+from ..contract.policy import Policy
 from ..contract.task import Sample
 from ..model.lm import LoadedModel
 from ..model.prompt import Prompt
@@ -26,6 +27,7 @@ from .measure import Failure, Measurement, SampleResult, count_rows, measure_cos
 from .observe import Moment
 from .passes import rank_stored, read_and_rank
 from .ranking import Rankings
+from .score import InputsWritten
 
 ROWS_LIMIT = 3 * 2**30  # bytes of K/V of all kept sets evaluated in one batch
 
@@ -61,10 +63,24 @@ def evaluate(
 
     cells: of any schedules; one without a policy gets the full cache's measurement. key: of the sample's
     random draws. draft: verify the full cache's answer in one pass before writing what differs. A policy that
-    breaks its contract fails its own cells only.
+    breaks its contract fails its own cells only; if it writes into what others see, the sample is read anew
+    without it.
     """
+    refused: dict[Policy, str] = {}
     request = AnswerRequest(lm, prompt, sample, draft)
-    bound = bind_policies(lm, (cell.policy for cell in cells if cell.policy is not None))
+    while True:
+        try:
+            return _evaluate(request, cells, key, refused)
+        except InputsWritten as error:
+            refused[error.policy] = str(error)
+
+
+def _evaluate(
+    request: AnswerRequest, cells: Sequence[Cell], key: int, refused: Mapping[Policy, str]
+) -> SampleResult:
+    """refused: policies whose cells fail, and why."""
+    lm, prompt = request.lm, request.prompt
+    bound = bind_policies(lm, (cell.policy for cell in cells if cell.policy is not None), refused)
     full, context = evaluate_full(request, bound, cells, key)
     results: dict[Cell, Measurement | Failure] = {}
     evicted: list[Cell] = []

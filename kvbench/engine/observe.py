@@ -42,7 +42,7 @@ def observe_rows(
     inside = [row - first for row in rows]
     stored = layer.bucket.view(layer.index)
     slots = stored[0].shape[2] - probe
-    keys, values, positions = (_take(tensor[:, :, :slots], inside) for tensor in stored)
+    keys, values, positions = (_counted(_take(tensor[:, :, :slots], inside)) for tensor in stored)
     queries = _take(layer.queries, inside)
     future = None if moment.future is None else moment.future[layer.index]
     return Observation(
@@ -68,3 +68,12 @@ def _take(tensor: Tensor, rows: Sequence[int]) -> Tensor:
     if rows[-1] - rows[0] == len(rows) - 1:
         return tensor[rows[0] : rows[-1] + 1]
     return tensor[torch.tensor(rows).to(tensor.device, non_blocking=True)]
+
+
+def _counted(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor of which torch counts the writes, also in inference mode."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return alias.set_(tensor)  # type: ignore[call-overload]

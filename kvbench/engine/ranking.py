@@ -22,7 +22,7 @@ from .attention import Layer
 from .bind import BoundPolicies, reason
 from .observe import Moment, observe_rows
 from .order import rank
-from .score import not_finite, score_and_flag
+from .score import InputsWritten, not_finite, score_and_flag
 from .stopwatch import Lap, SharedCosts
 
 SCORE_LIMIT = 2**28  # bytes of float32 attention that one call of `score` may need for a block of queries
@@ -151,6 +151,8 @@ class RankingPass:
         lap = Lap(seen.keys.device)
         try:
             score, finite = score_and_flag(self._bound.policies[policy], seen)
+        except InputsWritten:
+            raise
         except KvbenchError as error:
             costs.take_borrowed()
             if len(rows) == 1:

@@ -16,6 +16,17 @@ from ..contract.policy import Policy
 from ..errors import KvbenchError, PluginError
 
 
+class InputsWritten(PluginError):
+    """A policy wrote into tensors that the cache and other policies use: what follows would be wrong.
+
+    policy: the one that did. Whoever shares these tensors begins anew without it.
+    """
+
+    def __init__(self, policy: Policy, message: str) -> None:
+        super().__init__(message)
+        self.policy = policy
+
+
 def validated_score(policy: Policy, seen: Observation) -> Tensor:
     """The policy's score of one layer, checked: (batch, kv_head, slot) float32, finite, on the keys' device.
 
@@ -40,17 +51,24 @@ def score_and_flag(
 
     The caller reads that when convenient, and then must refuse with `not_finite`.
     """
-    name = _name(policy)
+    name, before = _name(policy), seen.versions()
     try:
         score = policy.score(seen.limited_to(frozenset(policy.needs if needs is None else needs)))
     except PluginError as error:
         raise PluginError(f"policy '{name}', layer {seen.layer}: {error}") from error
     except KvbenchError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise PluginError(
             f"policy '{name}' failed in layer {seen.layer}: {type(error).__name__}: {error}"
         ) from error
+    finally:
+        if written := seen.written(before):
+            raise InputsWritten(
+                policy,
+                f"policy '{name}', layer {seen.layer}: it writes into {', '.join(written)}, which the cache "
+                "and other policies use, too: work on a copy (x.clone(); x.float() of float32 is none)",
+            )
     fault = _fault(score, seen)
     if fault:
         raise PluginError(f"policy '{name}', layer {seen.layer}: {fault}")
@@ -73,6 +91,9 @@ def _fault(score: object, seen: Observation) -> str:
     """What is wrong with the form of a score, in words; "" when nothing is."""
     if not isinstance(score, Tensor):
         return f"score returned {type(score).__name__}; it must return a torch.Tensor"
+    if type(score) not in (Tensor, type(seen.keys)) or score.layout != torch.strided:
+        kind = f"{type(score).__name__} of layout {score.layout}"
+        return f"score is a {kind}; it must be a plain dense torch.Tensor"
     wanted = tuple(seen.keys.shape[:3])
     if tuple(score.shape) != wanted:
         return f"score has shape {tuple(score.shape)}; it must be (batch, kv_head, slot) = {wanted}"

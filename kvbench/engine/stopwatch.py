@@ -56,7 +56,8 @@ class SharedCosts:
         """`compute_once` with a clock; see `Observation`."""
         if name not in shared:
             lap = Lap(self._device)
-            shared[name] = work()
+            with torch.inference_mode(False), torch.no_grad():  # torch counts who writes into the result
+                shared[name] = work()
             lap.end()
             self._laps[name] = lap
             self._fresh.add(name)

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..contract.draws import draw_key
 from ..contract.model_description import ModelDescription
 from ..contract.need import Need
-from ..contract.observation import Observation, ProbeLayer
+from ..contract.observation import Observation, ProbeLayer, SharedWork
 from ..contract.pins import Pins, parse_pins
 from ..contract.policy import Policy, TrainedFor
 from ..contract.registry import POLICIES, expand_policies, spec_of
@@ -79,7 +79,7 @@ class RecordedRanker:
         asked = parse_pins(self.pins)
         return policy.pins if asked is None else asked
 
-    @torch.inference_mode()
+    @torch.no_grad()
     def rank(self, trace: Trace, splits: list[int]) -> list[SplitRanking]:
         """Every policy's ranking of all layers, at every split. splits: ascending, each in 1..token-1."""
         probes = self._probes(trace, splits)
@@ -94,7 +94,9 @@ class RecordedRanker:
                 for policy in self.policies:
                     shown = seen
                     if probed := probes.get((i, spec_of(policy))):
-                        shown = replace(seen, _probe=probed[layer], _queries=q[None, :, :0], _shared={})
+                        shown = replace(
+                            seen, _probe=probed[layer], _queries=q[None, :, :0], _shared=SharedWork()
+                        )
                     order = rank(validated_score(policy, shown), seen.positions, self.pins_of(policy), n)[0]
                     orders.setdefault((i, spec_of(policy)), []).append(order)
         return [

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.contract.observation import Observation
+from kvbench.contract.observation import Observation, SharedWork
 from kvbench.contract.registry import POLICIES
 from kvbench.engine.order import keep, rank
 from tests.scene import DIM, KV_HEADS, QUERY_HEADS, scene
@@ -55,7 +55,7 @@ def fixed_layer() -> Observation:
     keys, values = tensor(1, KV_HEADS, SLOTS, DIM), tensor(1, KV_HEADS, SLOTS, DIM)
     queries, future = tensor(1, QUERY_HEADS, SLOTS, DIM), tensor(1, KV_HEADS, SLOTS).abs()
     return dataclasses.replace(
-        scene(SLOTS), keys=keys, values=values, _queries=queries, _future=lambda: future, _shared={}
+        scene(SLOTS), keys=keys, values=values, _queries=queries, _future=lambda: future, _shared=SharedWork()
     )
 
 

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
 from kvbench.contract.policy import Policy, param
 from kvbench.contract.registry import POLICIES, TASKS, register, register_task
@@ -26,6 +27,12 @@ FAULTS = {
     "dtype": "dtype",
     "undeclared": "declared",
     "type": "Tensor",
+    "writes keys": "writes into keys,",
+    "writes positions": "writes into positions,",
+    "writes shared": "writes into shared ('window', 4),",
+    "exit": "SystemExit",
+    "sparse": "plain dense torch.Tensor",
+    "subclass": "Parameter",
 }
 
 
@@ -68,6 +75,7 @@ class Toy(Task):
 class Faulty(Policy):
     """Breaks the contract in one way, in layer 2, once `after` tokens have been read."""
 
+    needs = frozenset({Need.KEYS, Need.WINDOW_QUERIES})
     fault: str = param("raise", "none")
     after: int = param(0, "none")
 
@@ -79,8 +87,29 @@ class Faulty(Policy):
             return score / (1 // 0)
         if self.fault == "undeclared":
             return seen.attention_sums.mean(1)
-        wrong = {"nan": score * torch.nan, "shape": score[..., 1:], "dtype": score.double(), "type": None}
+        if self.fault.startswith("writes"):
+            return self._write(seen, score)
+        if self.fault == "exit":
+            raise SystemExit(3)
+        wrong = {
+            "nan": score * torch.nan,
+            "shape": score[..., 1:],
+            "dtype": score.double(),
+            "type": None,
+            "sparse": score.to_sparse(),
+            "subclass": torch.nn.Parameter(score),
+        }
         return wrong[self.fault]  # type: ignore[return-value]
+
+    def _write(self, seen: Observation, score: Tensor) -> Tensor:
+        if self.fault == "writes keys":
+            keys = seen.keys.float()  # no copy, where the model runs in float32
+            keys -= keys.mean(2, keepdim=True)
+        elif self.fault == "writes shared":
+            seen.window_attention(4).clamp_(max=0.1)
+        else:
+            seen.positions.add_(1)
+        return score
 
 
 def add() -> None:

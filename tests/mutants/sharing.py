@@ -14,6 +14,17 @@ BOUND = "kvp/test_policy.py::test_bound_once_and_still_itself"
 
 MUTATIONS = [
     mutation(
+        "isolation", "a policy may write into the cache", "kvbench/engine/score.py",
+        "if written := seen.written(before):", "if written := seen.written(seen.versions()) * 0:",
+        "laws/test_isolation.py::test_a_failing_policy_is_named_and_alone",
+    ),
+    mutation(
+        "isolation", "what a policy has written stays for the others", "kvbench/engine/evaluate.py",
+        "            refused[error.policy] = str(error)",
+        "            refused[error.policy] = str(error)\n            raise",
+        "laws/test_isolation.py::test_a_failing_policy_is_named_and_alone",
+    ),
+    mutation(
         "6", "rows of one batch get each other's rankings", RANKING,
         "self._tracks[rows[index], ranker]", "self._tracks[rows[-1 - index], ranker]",
         TOGETHER,

@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from kvbench.audit.specimen import Specimen
-from kvbench.contract.observation import Observation
+from kvbench.contract.observation import Observation, SharedWork
 from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES
 from kvbench.engine.cache import Cache
@@ -142,4 +142,4 @@ def moved(seen: Observation) -> Observation:
     }
     if seen._probe is not None:
         changes["_probe"] = type(seen._probe)(*(part.to(THERE) for part in vars(seen._probe).values()))
-    return replace(seen, _future=lambda: future, _shared={}, **changes)
+    return replace(seen, _future=lambda: future, _shared=SharedWork(), **changes)

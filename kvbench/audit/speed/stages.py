@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...contract.cell import Cell, Ranker
 from ...contract.need import Need
+from ...contract.observation import SharedWork
 from ...engine.attention import Layer
 from ...engine.bind import BoundPolicies, bind_policies, reason
 from ...engine.cache import Cache
@@ -162,7 +163,7 @@ class _StageTimer:
             order = rank(score, seen.positions, ranker.pins, seen.seen)
         self._layers[ranker].append((order[0], score[0]))
         if len(stages.score) == 1:
-            again = replace(seen, _shared={})
+            again = replace(seen, _shared=SharedWork())
             one = counted_flops(lambda: validated_score(policy, again))
             stages.score_flops = one * len(geometry.full_layers)
 
