@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..contract.registry import TASKS, expand_tasks, spec_of
+from ..contract.code import code_of
+from ..contract.registry import POLICIES, TASKS, expand_tasks, spec_of
 from ..errors import KvbenchError, StoreError
 from ..model.open import OpenModel, open_model
 from ..study.config import RunConfig
@@ -43,10 +44,26 @@ def check_sources(manifest: dict[str, Any], keys: set[str], where: str) -> Itera
     told = manifest["fixed"]["model_sha256"]
     same = opened.sha256 == told
     yield Finding(law, same, "" if same else f"{opened.name} has {opened.sha256}, the manifest says {told}")
+    for part, code in manifest.get("code", {}).items():
+        yield _code(part, code, where)
     for config in configs:
         for spec in expand_tasks(config.tasks):
             for one in config.of_each_seed():
                 yield _data(one, spec, opened, keys, where)
+
+
+def _code(part: str, told: dict[str, Any], where: str) -> Finding:
+    """Whether a policy or task has the code that made the rows. part: "policy NAME" or "task NAME"."""
+    kind, _, name = part.partition(" ")
+    law = f"{where}{part} has the code that made the rows"
+    try:
+        here = code_of((POLICIES if kind == "policy" else TASKS).get(name))
+    except KvbenchError as error:
+        return Finding(law, False, str(error))
+    same = None in (here["sha256"], told.get("sha256")) or here["sha256"] == told.get("sha256")
+    return Finding(
+        law, same, "" if same else f"it has changed since: kvbench run --fresh {name} computes again"
+    )
 
 
 def _data(config: RunConfig, spec: str, opened: OpenModel, keys: set[str], where: str) -> Finding:

@@ -60,6 +60,10 @@ def run(
     ] = None,
     template: Annotated[str, typer.Option(help="Chat template: auto, chat or none.")] = "auto",
     data: Annotated[str | None, typer.Option(help="jsonl file of the task's samples.")] = None,
+    fresh: Annotated[
+        list[str] | None,
+        typer.Option(help="Policies or tasks whose rows are computed again, after a change of their code."),
+    ] = None,
     draft: Annotated[
         bool, typer.Option(help="Verify likely answers in one pass: same results, less time.")
     ] = True,
@@ -76,6 +80,7 @@ def run(
         "model": model, "limit": limit, "seed": seed, "seeds": parse_seeds(seeds or []), "device": device,
         "dtype": dtype, "protocol": protocol, "schedule": schedule, "chunk": chunk, "pins": pins,
         "question": question, "template": template, "data": data, "draft": draft, "out": out,
+        "fresh": tuple(split_specs(fresh or [])),
     }  # fmt: skip
     specs, names = split_specs(policy), split_specs(task)
     config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)
@@ -119,5 +124,6 @@ def _report(result: RunResult) -> None:
         typer.echo(f"note: {note}")
     if result.peak:
         typer.echo(f"peak memory: {format_size(result.peak)}")
+    typer.echo(f"computed {result.computed} rows, reused {result.reused}")
     typer.echo(f"rows: {result.path}")
     typer.echo(f"next: kvbench plot {result.path}")

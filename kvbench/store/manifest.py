@@ -10,7 +10,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,13 @@ def prepare_manifest(
     fixed: Mapping[str, Any],
     extra: Mapping[str, Any],
     settings: Mapping[str, Any] | None = None,
+    fresh: Collection[str] = (),
 ) -> list[str]:
     """Write the manifest of a new folder, or check `fixed` against an old one; note this invocation.
 
-    extra: sections (dicts) merged into those already there. settings: of this invocation.
-    Returns what the user should hear.
-    Raises: StoreError naming every field of `fixed` that differs.
+    extra: sections (dicts) merged into those already there. settings: of this invocation. fresh: names whose
+    code may differ, because their rows are made again. Returns what the user should hear.
+    Raises: StoreError naming every field of `fixed` that differs, or whose code does.
     """
     asked = json.loads(json.dumps(dict(fixed)))  # tuples become lists, as they are read back
     versions, here, notes = _versions(), machine(), []
@@ -65,6 +66,7 @@ def prepare_manifest(
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         _check_fixed(folder, manifest.get("fixed", {}), asked)
+        _check_code(folder, manifest.get("code", {}), extra.get("code", {}), fresh)
         for name, now in (("versions", versions), ("machine", here)):
             if any(manifest.get(name, {}).get(key) != value for key, value in now.items()):
                 run[name] = now  # provenance of the rows this invocation adds
@@ -108,6 +110,23 @@ def _check_fixed(folder: Path, there: Mapping[str, Any], asked: Mapping[str, Any
         raise StoreError(
             f"{folder} holds results of another configuration ({listing}): numbers would be mixed. "
             "Use another --out, or the same settings"
+        )
+
+
+def _check_code(
+    folder: Path, there: Mapping[str, Any], here: Mapping[str, Any], fresh: Collection[str]
+) -> None:
+    """Refuse to add to rows of a policy or task whose source has changed since."""
+    changed = []
+    for part in there.keys() & here.keys():
+        old, new = (code[part].get("sha256") for code in (there, here))
+        if None not in (old, new) and old != new and part.partition(" ")[2] not in fresh:
+            changed.append(part)
+    if changed:
+        names = ",".join(sorted({part.partition(" ")[2] for part in changed}))
+        raise StoreError(
+            f"the code of {', '.join(sorted(changed))} has changed since rows in {folder} were made: "
+            f"--fresh {names} computes these rows again, another --out keeps both"
         )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..errors import StoreError
 from .frame import frame
 from .manifest import MANIFEST, note_run, prepare_manifest, read_manifest, stored_metrics
 from .row import SCHEMA, Row
-from .row_files import PACKED, ROWS, digest, line_of, parse, stored_bytes, stored_rows
+from .row_files import PACKED, ROWS, digest, line_of, parse, set_apart, stored_bytes, stored_rows
 from .row_reader import RowReader
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
 ]
 
 TORN = "rows.torn"  # what a killed process left half written, kept for inspection
+REPLACED = "rows.replaced"  # rows that --fresh computes again
 LOCK = ".lock"
 
 
@@ -66,13 +67,15 @@ class Store:
         fixed: Mapping[str, Any],
         extra: Mapping[str, Any],
         settings: Mapping[str, Any] | None = None,
+        fresh: Collection[str] = (),
     ) -> Store:
         """Create or resume a run folder.
 
         fixed: whatever changes the numbers of all rows; must equal what the folder was made with.
         extra: sections merged into the manifest ("style", "tasks"). settings: of this invocation, noted
-        so that it can be repeated.
-        Raises: StoreError when the folder cannot be written, is in use, or has another `fixed`.
+        so that it can be repeated. fresh: policies and tasks whose rows are set aside, to be computed again.
+        Raises: StoreError when the folder cannot be written, is in use, has another `fixed`, or has rows of a
+        policy or task whose code (extra["code"]) has changed and that is not fresh.
         """
         folder = Path(path)
         try:
@@ -85,7 +88,7 @@ class Store:
         store = cls(folder, lock)
         try:
             store._take_lock()
-            store._load(fixed, extra, settings)
+            store._load(fixed, extra, settings, fresh)
         except OSError as error:
             store.close()
             raise StoreError(f"cannot use {folder} ({error.strerror}): free space or change --out") from error
@@ -104,8 +107,9 @@ class Store:
             ) from error
 
     def _load(
-        self, fixed: Mapping[str, Any], extra: Mapping[str, Any], settings: Mapping[str, Any] | None
-    ) -> None:
+        self, fixed: Mapping[str, Any], extra: Mapping[str, Any], settings: Mapping[str, Any] | None,
+        fresh: Collection[str],
+    ) -> None:  # fmt: skip
         rows = self.path / ROWS
         packed = b"" if rows.exists() else stored_bytes(self.path)
         some = packed or (rows.exists() and rows.stat().st_size)
@@ -114,9 +118,11 @@ class Store:
                 f"the rows file in {self.path} has no {MANIFEST} beside it: nobody knows how it was made, so "
                 "put the manifest back or use another --out"
             )
-        self.notes += prepare_manifest(self.path, fixed, extra, settings)
+        self.notes += prepare_manifest(self.path, fixed, extra, settings, fresh)
         if not rows.exists() and (self.path / PACKED).exists():
             self._unpack(packed)
+        if fresh and rows.exists():
+            self._renew(rows, fresh)
         self._rows = os.open(rows, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         _sync_folder(self.path)
         data = rows.read_bytes()
@@ -135,15 +141,26 @@ class Store:
         (self.path / PACKED).unlink()
         self.notes.append(f"{self.path / PACKED} was unpacked to {ROWS}, to be added to")
 
+    def _renew(self, rows: Path, fresh: Collection[str]) -> None:
+        """Move the rows of these policies and tasks to REPLACED."""
+        stay, old = set_apart(rows.read_bytes(), fresh)
+        if old:
+            self._add_to(REPLACED, b"".join(old))
+            replace_file(rows, lambda draft: draft.write_bytes(b"".join(stay)))
+            self.notes.append(f"{len(old)} rows of {', '.join(fresh)} were moved to {self.path / REPLACED}")
+
     def _set_aside(self, tail: bytes) -> None:
-        with open(self.path / TORN, "ab") as file:
-            file.write(tail + b"\n")
-            file.flush()
-            os.fsync(file.fileno())
+        self._add_to(TORN, tail + b"\n")
         self.notes.append(
             f"the last row of {self.path / ROWS} was half written ({len(tail)} bytes, moved to {TORN}); "
             "its sample is computed again"
         )
+
+    def _add_to(self, name: str, data: bytes) -> None:
+        with open(self.path / name, "ab") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
 
     def append(self, rows: Sequence[Row]) -> None:
         """Write the rows of one sample, all or none: one write, then fsync.

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,19 @@ def _together(lines: Sequence[bytes]) -> list[Any] | None:
     except (ValueError, RecursionError):
         return None
     return found if len(found) == len(lines) else None
+
+
+def set_apart(data: bytes, names: Collection[str]) -> tuple[list[bytes], list[bytes]]:
+    """The lines of a row file that are not, and those that are, of one of these policies or tasks."""
+    parts: tuple[list[bytes], list[bytes]] = [], []
+    for line in data.splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+            mine = row["policy"] in names or row["task"] in names
+        except (ValueError, TypeError, KeyError):  # reading the file will tell
+            mine = False
+        parts[mine].append(line)
+    return parts
 
 
 def line_of(row: Row) -> str:

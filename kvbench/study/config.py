@@ -32,7 +32,7 @@ class RunConfig:
     None takes the protocol's value, else the task's. data: jsonl file in the hub's schema. draft: verify
     likely answers in one pass, without changing results. seeds: several seeds instead of `seed`, each
     with its own rows. out: run folder; None derives one from the configuration, so repeating a command
-    finds its rows.
+    finds its rows. fresh: policies and tasks (names) whose rows in the folder are computed again.
 
     Raises: BadInput for values that are out of range or do not go together.
     """
@@ -55,6 +55,7 @@ class RunConfig:
     draft: bool = True
     out: str | None = None
     seeds: tuple[int, ...] = ()
+    fresh: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("policies", "tasks", "budgets"):
@@ -62,6 +63,7 @@ class RunConfig:
             object.__setattr__(self, name, tuple([value] if isinstance(value, str | int) else value))
             if not getattr(self, name):
                 raise BadInput(f"no {name} given: name at least one")
+        object.__setattr__(self, "fresh", tuple([self.fresh] if isinstance(self.fresh, str) else self.fresh))
         for budget in self.budgets:
             if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
                 raise BadInput(f"budget {budget}: a budget is a whole number of KV pairs, 1 or more")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import pandas as pd
 
 from ..contract.cell import FULL
+from ..contract.code import code_of
 from ..contract.identity import fingerprint
 from ..contract.look import style_of
 from ..contract.metrics import dump_metrics
@@ -44,7 +45,8 @@ class RunResult:
 
     rows: one line per (cell, sample). table: aggregates with intervals. path: the run folder.
     notes: what a reader of the numbers must know. failed: rows whose policy broke its contract,
-    or whose workers died. peak: the most bytes in use while this call computed, 0 where it did not.
+    or whose workers died. peak: the most bytes in use while this call computed, 0 where it did not. computed,
+    reused: rows of this configuration that this call made, and that were in the folder before.
     """
 
     rows: pd.DataFrame
@@ -53,6 +55,8 @@ class RunResult:
     notes: list[str] = field(default_factory=list)
     failed: int = 0
     peak: int = 0
+    computed: int = 0
+    reused: int = 0
 
 
 @dataclass(frozen=True)
@@ -68,9 +72,9 @@ class Job:
 def run(config: RunConfig, progress: bool = True, executor: Executor | None = None) -> RunResult:
     """Evaluate every policy x budget of a configuration and return rows and aggregates.
 
-    Rows already in the run folder are not computed again. progress: show a bar on stderr. executor:
-    who computes; None is this process. Raises KvbenchError for anything that cannot be run, before the
-    weights load.
+    Rows already in the run folder are not computed again, except those of `config.fresh`. progress: show a
+    bar on stderr. executor: who computes; None is this process. Raises KvbenchError for anything that cannot
+    be run, before the weights load.
     """
     with executor or Local() as executor:
         return _run(config, progress, executor)
@@ -101,15 +105,26 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
         "tasks": {spec_of(item.plan.task): item.info for item in work},
         "data": {item.samples.sha256: item.data for item in work},
         "metrics": dump_metrics(),
+        "code": _code(policies, tasks),
     }
-    with Store.open(path, fixed, extra, config.as_dict()) as store:
+    with Store.open(path, fixed, extra, config.as_dict(), config.fresh) as store:
         jobs = [Job(index, *found) for index, item in enumerate(work) for found in item.missing(store.done)]
+        computed = sum(len(job.wanted) for job in jobs)
         if jobs:
             with progress_bar(progress, len(jobs), "samples") as advance:
                 _compute(work, jobs, opened, executor, store, advance)
             store.finish({**executor.facts(), "peak_bytes": executor.peak})
         notes = [*_sources(work), *left_out, *store.notes]
-    return _result(path, work, notes, executor.peak)
+    result = _result(path, work, notes, executor.peak)
+    return replace(result, computed=computed, reused=len(result.rows) - computed)
+
+
+def _code(policies: list[Policy], tasks: list[Task]) -> dict[str, dict[str, str | None]]:
+    """The code of every policy and task, by kind and name."""
+    return {
+        **{f"policy {policy.name}": code_of(type(policy)) for policy in policies},
+        **{f"task {task.name}": code_of(type(task)) for task in tasks},
+    }
 
 
 def _compute(
@@ -174,7 +189,7 @@ def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:
 
 def _default_folder(config: RunConfig) -> Path:
     """A folder that the same command finds again; more budgets, policies or samples go there too."""
-    growing = ("policies", "budgets", "limit", "draft", "out", "seeds")
+    growing = ("policies", "budgets", "limit", "draft", "out", "seeds", "fresh")
     own = {key: value for key, value in config.as_dict().items() if key not in growing}
     names = file_name("-".join(spec.partition(":")[0] for spec in config.tasks)).lstrip(".")
     model = file_name(config.model).strip("._")

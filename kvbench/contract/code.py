@@ -1,0 +1,67 @@
+"""What code a policy or task is made of, so that numbers of an older version are not taken for its own."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import sys
+from collections.abc import Iterator
+from importlib.metadata import packages_distributions, version
+from types import ModuleType
+from typing import Any
+
+OURS = ("kvbench.policies.", "kvbench.tasks.")  # parts of kvbench that are plugins as others are
+
+
+def code_of(cls: type) -> dict[str, str | None]:
+    """Where a class comes from: module, distribution with its version, and a SHA-256 of the source.
+
+    The source is that of its module, and of the modules of the same package that these take names from; what
+    a function imports when it is called is not part of it. Of a class from a notebook or script it is the
+    class. None where Python has no source.
+    """
+    top = cls.__module__.partition(".")[0]
+    found = packages_distributions().get(top, ())
+    distribution = f"{found[0]} {version(found[0])}" if found else None
+    return {"module": cls.__module__, "distribution": distribution, "sha256": _digest(cls)}
+
+
+def _digest(cls: type) -> str | None:
+    try:
+        if cls.__module__ == "__main__":
+            texts = {"": inspect.getsource(cls)}
+        else:
+            texts = {module.__name__: inspect.getsource(module) for module in _modules(cls)}
+    except (OSError, TypeError):
+        return None
+    digest = hashlib.sha256()
+    for name, text in sorted(texts.items()):
+        digest.update(f"{name}\0{text}\0".encode())
+    return digest.hexdigest()
+
+
+def _modules(cls: type) -> list[ModuleType]:
+    """The module of a class, those of its bases, and what these use of their own packages."""
+    waiting = [base.__module__ for base in cls.__mro__]
+    inside = _root(cls.__module__)
+    found: dict[str, ModuleType] = {}
+    while waiting:
+        name = waiting.pop()
+        module = sys.modules.get(name)
+        if module is not None and name not in found and f"{name}.".startswith(inside):
+            found[name] = module
+            waiting += _names(module)
+    return list(found.values())
+
+
+def _root(name: str) -> str:
+    """What a module's package begins with: "kvbench.policies.", or a plugin's own top package."""
+    return next((part for part in OURS if name.startswith(part)), f"{name.partition('.')[0]}.")
+
+
+def _names(module: ModuleType) -> Iterator[str]:
+    """The modules that a module's names come from."""
+    for value in list(vars(module).values()):
+        name: Any = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+        if isinstance(name, str):
+            yield name
