@@ -15,8 +15,12 @@ Each message says what was asked, what is allowed and what to do.
 from __future__ import annotations
 
 import difflib
+import traceback
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
+
+LIBRARIES = frozenset({"torch", "numpy", "transformers"})  # a plugin's mistake may show there first
 
 
 class KvbenchError(Exception):
@@ -69,3 +73,13 @@ class StoreError(KvbenchError):
 
 class WorkersLost(KvbenchError):
     """Workers elsewhere die one after the other, or nobody is left to do the work."""
+
+
+def place_of(error: BaseException) -> str:
+    """ " (FILE, line N)" of the plugin's code that an error comes from, or "" where there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        parts = Path(frame.filename).parts
+        engine = "kvbench" in parts and not {"policies", "tasks"} & set(parts)
+        if not engine and not LIBRARIES & set(parts) and not frame.filename.startswith("<"):
+            return f" ({parts[-1]}, line {frame.lineno})"
+    return ""

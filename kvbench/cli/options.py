@@ -62,7 +62,7 @@ def parse_budgets(given: list[str]) -> tuple[int, ...]:
         if not re.fullmatch(r"[0-9]+", piece) or int(piece) < 1:
             raise BadInput(
                 f"budget '{piece}': a budget is a whole number of KV pairs per KV head and layer, 1 or more, "
-                f"as in --budgets 20,100,500; the full cache ('{FULL}') is always evaluated besides"
+                f"as in --budgets 20,100,500; the full cache ('{FULL}') is always evaluated in addition"
             )
         budgets.append(int(piece))
     return tuple(budgets)

@@ -14,10 +14,14 @@ def replace_file(path: Path, write: Callable[[Path], Any]) -> None:
     write: fills the file that it is given, a draft beside `path`. Raises: OSError.
     """
     draft = path.with_name(path.name + ".tmp")
-    write(draft)
-    descriptor = os.open(draft, os.O_RDONLY)
     try:
-        os.fsync(descriptor)  # on the disk before its name is
-    finally:
-        os.close(descriptor)
-    os.replace(draft, path)
+        write(draft)
+        descriptor = os.open(draft, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # on the disk before its name is
+        finally:
+            os.close(descriptor)
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise

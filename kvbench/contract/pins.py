@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from ..errors import BadInput
@@ -33,6 +34,6 @@ def parse_pins(text: str) -> Pins | None:
     if text == "none":
         return Pins()
     parts = text.split(",")
-    if len(parts) != 2 or not all(part.strip().isdigit() for part in parts):
+    if len(parts) != 2 or not all(re.fullmatch("[0-9]{1,18}", part.strip()) for part in parts):
         raise BadInput(f"--pins '{text}': write native, none, or FIRST,LAST as in 4,16")
     return Pins(int(parts[0]), int(parts[1]))

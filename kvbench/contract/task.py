@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
 
-from ..errors import KvbenchError, PluginError
+from ..errors import KvbenchError, PluginError, place_of
 
 PLACEHOLDER = "kvbench probe 7f3a"  # finds the place of a text in a chat template; never a sample's text
 
@@ -119,7 +119,9 @@ def guarded(task: Task, doing: str, call: Callable[[], Result]) -> Result:
     except KvbenchError:
         raise
     except Exception as error:
-        raise PluginError(f"task '{task.name}' failed {doing}: {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"task '{task.name}' failed {doing}: {type(error).__name__}: {error}{place_of(error)}"
+        ) from error
 
 
 class Task(ABC):

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..contract.model_description import ModelDescription
 from ..contract.need import Need
 from ..contract.policy import Policy
-from ..errors import KvbenchError, PluginError
+from ..errors import KvbenchError, PluginError, place_of
 from ..model.lm import LoadedModel
 
 
@@ -81,7 +81,9 @@ def bind_policy(model: LoadedModel | ModelDescription, policy: Policy) -> Policy
     except KvbenchError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"policy '{policy.name}', bind: {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"policy '{policy.name}', bind: {type(error).__name__}: {error}{place_of(error)}"
+        ) from error
     if bound != policy:
         raise PluginError(f"policy '{policy.name}': bind must return a policy that equals the one it is of")
     return bound
@@ -97,7 +99,9 @@ def validated_probe(policy: Policy, lm: LoadedModel) -> Tensor:
     except KvbenchError:
         raise
     except (Exception, SystemExit) as error:
-        raise PluginError(f"policy '{policy.name}', probe: {type(error).__name__}: {error}") from error
+        raise PluginError(
+            f"policy '{policy.name}', probe: {type(error).__name__}: {error}{place_of(error)}"
+        ) from error
     width = lm.description.width
     if not isinstance(tokens, Tensor) or not tokens.is_floating_point() or tokens.dim() != 2:
         raise PluginError(f"policy '{policy.name}': probe must be floating point embeddings (n, d_model)")

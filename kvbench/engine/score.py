@@ -13,7 +13,7 @@ from torch import Tensor
 from ..contract.need import Need
 from ..contract.observation import Observation
 from ..contract.policy import Policy
-from ..errors import KvbenchError, PluginError
+from ..errors import KvbenchError, PluginError, place_of
 
 
 class InputsWritten(PluginError):
@@ -60,7 +60,7 @@ def score_and_flag(
         raise
     except (Exception, SystemExit) as error:
         raise PluginError(
-            f"policy '{name}' failed in layer {seen.layer}: {type(error).__name__}: {error}"
+            f"policy '{name}' failed in layer {seen.layer}: {type(error).__name__}: {error}{place_of(error)}"
         ) from error
     finally:
         if written := seen.written(before):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import textwrap
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
+from ..contract.files import replace_file
 from ..errors import StoreError
 from ..store.manifest import shown_data
 
@@ -71,25 +73,26 @@ def save(
 
     lines: what it shows; they go into a CSV file beside it, whose hash the figure carries, so that
     `kvbench verify` can tell whether the rows still say what the figure shows. compact: fewer dots and
-    colours, and text as text in the SVG, for figures of many panels. Raises: StoreError.
+    colours, and text as text in the SVG, for figures of many panels. What was there stays until all is drawn.
+    Raises: StoreError.
     """
-    files = [folder / f"{name}.png", folder / f"{name}.svg"]
-    marks = {}
+    marks: dict[str, str] = {}
+    drawn: dict[str, bytes] = {}
     for text in fig.findobj(Text):
         text.set_fontfamily(FAMILY)
+    if lines is not None:
+        shown = lines.drop(columns="run", errors="ignore")
+        data = shown.to_csv(index=False, lineterminator="\n").encode()
+        marks = {"Description": shown_data(data)}
+    drawn["png"] = _compact(fig, marks) if compact else _drawn(fig, "png", DPI, {"Software": None, **marks})
+    drawn["svg"] = _svg(fig, marks, "none" if compact else "path")
+    if lines is not None:
+        drawn["csv"] = data
+    files = [folder / f"{name}.{end}" for end in drawn]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        if lines is not None:
-            shown = lines.drop(columns="run", errors="ignore")
-            data = shown.to_csv(index=False, lineterminator="\n").encode()
-            marks = {"Description": shown_data(data)}
-            files.append(folder / f"{name}.csv")
-            files[-1].write_bytes(data)
-        if compact:
-            _save_compact(fig, files[0], marks)
-        else:
-            fig.savefig(files[0], dpi=DPI, metadata={"Software": None, **marks})
-        _save_svg(fig, files[1], marks, "none" if compact else "path")
+        for file, content in zip(files, drawn.values(), strict=True):
+            replace_file(file, partial(_write, content))
     except OSError as error:
         raise StoreError(
             f"cannot write figures to {folder} ({error.strerror}): choose another --out"
@@ -97,14 +100,24 @@ def save(
     return files
 
 
-def _save_svg(fig: Figure, file: Path, marks: Mapping[str, str], text: str) -> None:
+def _write(content: bytes, file: Path) -> None:
+    file.write_bytes(content)
+
+
+def _drawn(fig: Figure, kind: str, dpi: int, metadata: Mapping[str, str | None]) -> bytes:
+    buffer = io.BytesIO()
+    fig.savefig(buffer, format=kind, dpi=dpi, metadata=dict(metadata))
+    return buffer.getvalue()
+
+
+def _svg(fig: Figure, marks: Mapping[str, str], text: str) -> bytes:
     """text: "path", or "none" for text as text. What an SVG writer reads from the global settings alone is
     set for as long as it writes."""
     with matplotlib.rc_context({"svg.hashsalt": "kvbench", "svg.fonttype": text}):
-        fig.savefig(file, dpi=COMPACT, metadata={"Date": None, "Creator": None, **marks})
+        return _drawn(fig, "svg", COMPACT, {"Date": None, "Creator": None, **marks})
 
 
-def _save_compact(fig: Figure, file: Path, marks: Mapping[str, str]) -> None:
+def _compact(fig: Figure, marks: Mapping[str, str]) -> bytes:
     """A PNG of fewer dots and 256 colours: the most frequent ones, or, where a colour bar names colours,
     those that cover all."""
     buffer = io.BytesIO()
@@ -115,4 +128,6 @@ def _save_compact(fig: Figure, file: Path, marks: Mapping[str, str]) -> None:
     bar = any(axes.get_label() == "<colorbar>" for axes in fig.axes)
     method = Image.Quantize.MAXCOVERAGE if bar else Image.Quantize.MEDIANCUT
     image = Image.open(buffer).convert("RGB").quantize(256, method=method, kmeans=int(bar))
-    image.save(file, optimize=True, pnginfo=info)
+    compact = io.BytesIO()
+    image.save(compact, format="png", optimize=True, pnginfo=info)
+    return compact.getvalue()

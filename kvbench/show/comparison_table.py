@@ -93,8 +93,9 @@ def _notes(lines: pd.DataFrame) -> list[str]:
         "where the policy is better.",
         f"p: two-sided; of wins and losses by the sign test, of the mean by the {tests}. Holm corrects the "
         "latter for the comparisons at its budget, without brackets and cells that evict nothing (-).",
-        "detectable: the smallest true difference that so many samples find in 4 of 5 tries at "
-        f"p < {ALPHA} before correction; a smaller one may exist and not show.",
+        "detectable: the smallest true difference that this many samples detect with 80% power at "
+        f"p < {ALPHA} before correction (-: fewer than 6 samples, or all alike); a smaller one may go "
+        "undetected.",
         *note_fitting(lines, lines["policy"]),
         *note_few(lines),
     ]

@@ -31,7 +31,7 @@ def note_few(lines: pd.DataFrame) -> list[str]:
     few = lines[(lines["n"] > 1) & (lines["n"] < FEW)]
     if few.empty:
         return []
-    return [f"Fewer than {FEW} samples: a bootstrap interval is then too narrow, and says little."]
+    return [f"With fewer than {FEW} samples, bootstrap intervals are too narrow to rely on."]
 
 
 def note_fitting(lines: pd.DataFrame, labels: pd.Series) -> list[str]:

@@ -107,7 +107,7 @@ def detectable_effect(differences: Floats, binary: bool) -> float:
 
     From the spread that was seen, by the normal approximation, which is wrong for few samples: no test
     on signs can pass with fewer than 6 samples that differ, so a yes/no metric needs 6/n at least.
-    NaN where the differences are all alike, and so tell no spread.
+    NaN where the differences are all alike, and so tell no spread, and where n is too small for any test.
     """
     n = len(differences)
     needed = math.ceil(1 - math.log2(ALPHA))  # discordant pairs of one direction until 2 / 2**k < ALPHA
@@ -116,4 +116,4 @@ def detectable_effect(differences: Floats, binary: bool) -> float:
     effect = (normal.inv_cdf(1 - ALPHA / 2) + normal.inv_cdf(POWER)) * spread / math.sqrt(max(n, 1))
     if binary and n:
         return max(effect, needed / n) if needed <= n else math.nan
-    return effect if spread else math.nan
+    return effect if spread and n >= needed else math.nan

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import operator
+import os
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -60,24 +63,24 @@ class RunConfig:
     def __post_init__(self) -> None:
         for name in ("policies", "tasks", "budgets"):
             value = getattr(self, name)
-            object.__setattr__(self, name, tuple([value] if isinstance(value, str | int) else value))
+            alone = isinstance(value, str) or not isinstance(value, Iterable)
+            object.__setattr__(self, name, tuple([value] if alone else value))
             if not getattr(self, name):
                 raise BadInput(f"no {name} given: name at least one")
         object.__setattr__(self, "fresh", tuple([self.fresh] if isinstance(self.fresh, str) else self.fresh))
-        for budget in self.budgets:
-            if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-                raise BadInput(f"budget {budget}: a budget is a whole number of KV pairs, 1 or more")
-        object.__setattr__(self, "budgets", tuple(sorted(set(self.budgets))))
-        object.__setattr__(self, "seeds", tuple(dict.fromkeys(self.seeds)))
-        for seed in (self.seed, *self.seeds):
-            if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
-                raise BadInput(f"seed {seed}: a seed is a whole number from 0 to 2**63 - 1")
+        for name in ("model", "data", "out"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, os.fspath(getattr(self, name)))
+        budgets = {_whole("budget", one, 1, "a whole number of KV pairs") for one in self.budgets}
+        object.__setattr__(self, "budgets", tuple(sorted(budgets)))
+        seeds = [_whole("seed", one, 0, "a whole number") for one in self.seeds]
+        object.__setattr__(self, "seeds", tuple(dict.fromkeys(seeds)))
+        object.__setattr__(self, "seed", _whole("seed", self.seed, 0, "a whole number"))
         if self.seeds and self.seed:
             raise BadInput(f"--seed {self.seed} and --seeds: give one of them")
-        if self.limit is not None and self.limit < 1:
-            raise BadInput(f"--limit {self.limit}: must be 1 or more")
-        if self.chunk is not None and self.chunk < 1:
-            raise BadInput(f"--chunk {self.chunk}: a chunk has 1 token or more")
+        for name, what in (("limit", "a number of samples"), ("chunk", "a number of tokens")):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, _whole(f"--{name}", getattr(self, name), 1, what))
         if self.chunk is not None and self.schedule == "prefill":
             raise BadInput("--chunk goes with --schedule chunked; prefill reads the context in one piece")
         self._check_choice("protocol", tuple(PROTOCOLS))
@@ -105,3 +108,14 @@ class RunConfig:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def _whole(name: str, value: Any, least: int, what: str) -> int:
+    """A whole number that rows can hold, also one of numpy. Raises: BadInput."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if isinstance(value, bool) or not least <= number < 2**63:
+        raise BadInput(f"{name} {value}: must be {what}, from {least} to 2**63 - 1")
+    return number

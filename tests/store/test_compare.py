@@ -114,6 +114,7 @@ def test_detectable_effect_of_yes_or_no_needs_six_discordant_samples() -> None:
     assert detectable_effect(np.zeros(40), binary=True) == 6 / 40
     assert np.isnan(detectable_effect(np.zeros(5), binary=True))
     assert np.isnan(detectable_effect(np.zeros(40), binary=False))
+    assert np.isnan(detectable_effect(np.arange(5.0), binary=False))  # the least p of 5 samples is 2 / 2**5
     assert detectable_effect(np.array([1.0, -1.0] * 20), binary=True) > 6 / 40
 
 

@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from ... import __version__
+from ...contract.files import replace_file
 from ...contract.metrics import Metric
 from ...errors import StoreError
 from ...stats.panels import SETTING, describe_setting, shorten
@@ -83,7 +84,8 @@ def write_page(paths: Sequence[Path], out: str | Path | None) -> Path:
     text = render(paths)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_bytes(text.encode("utf-8", "backslashreplace"))
+        data = text.encode("utf-8", "backslashreplace")
+        replace_file(file, lambda draft: draft.write_bytes(data))
     except OSError as error:
         raise StoreError(f"cannot write {file} ({error.strerror}): choose another --out") from error
     return file
