@@ -55,7 +55,8 @@ MUTATIONS = [
     mutation(
         "10", "weights are read before it is known that they are needed (B56)", RUNNER,
         "    with Store.open(path, fixed, extra, config.as_dict(), config.fresh) as store:\n",
-        "    opened.load()\n    with Store.open(path, fixed, extra, config.as_dict(), config.fresh) as store:\n",
+        "    opened.load()\n"
+        "    with Store.open(path, fixed, extra, config.as_dict(), config.fresh) as store:\n",
         "laws/test_resume.py::test_a_finished_run_loads_nothing",
     ),
     mutation(
