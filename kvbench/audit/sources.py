@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ..contract.code import code_of
+from ..contract.code import code_of, same_code
 from ..contract.registry import POLICIES, TASKS, expand_tasks, spec_of
 from ..errors import KvbenchError, StoreError
 from ..model.open import OpenModel, open_model
@@ -60,7 +60,7 @@ def _code(part: str, told: dict[str, Any], where: str) -> Finding:
         here = code_of((POLICIES if kind == "policy" else TASKS).get(name))
     except KvbenchError as error:
         return Finding(law, False, str(error))
-    same = None in (here["sha256"], told.get("sha256")) or here["sha256"] == told.get("sha256")
+    same = same_code(here, told)
     return Finding(
         law, same, "" if same else f"it has changed since: kvbench run --fresh {name} computes again"
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import packages_distributions, version
 from types import ModuleType
 from typing import Any
@@ -24,6 +24,12 @@ def code_of(cls: type) -> dict[str, str | None]:
     found = packages_distributions().get(top, ())
     distribution = f"{found[0]} {version(found[0])}" if found else None
     return {"module": cls.__module__, "distribution": distribution, "sha256": _digest(cls)}
+
+
+def same_code(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two answers of `code_of` may be of one source; an unknown source may be any."""
+    digests = one.get("sha256"), other.get("sha256")
+    return None in digests or digests[0] == digests[1]
 
 
 def _digest(cls: type) -> str | None:

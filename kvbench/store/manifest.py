@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from ..contract.code import same_code
 from ..contract.files import replace_file
 from ..contract.metrics import Metric, load_metrics
 from ..errors import StoreError
@@ -119,8 +120,7 @@ def _check_code(
     """Refuse to add to rows of a policy or task whose source has changed since."""
     changed = []
     for part in there.keys() & here.keys():
-        old, new = (code[part].get("sha256") for code in (there, here))
-        if None not in (old, new) and old != new and part.partition(" ")[2] not in fresh:
+        if not same_code(there[part], here[part]) and part.partition(" ")[2] not in fresh:
             changed.append(part)
     if changed:
         names = ",".join(sorted({part.partition(" ")[2] for part in changed}))
