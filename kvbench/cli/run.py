@@ -18,6 +18,7 @@ from .options import (
     ModelName,
     OutFolder,
     RayAddress,
+    Traceback,
     Workers,
     make_executor,
     parse_budgets,
@@ -71,6 +72,7 @@ def run(
     executor: ExecutorName = "local",
     workers: Workers = None,
     ray_address: RayAddress = None,
+    traceback: Traceback = False,
 ) -> None:
     """Evaluate policies on tasks at every budget. Repeating a command resumes its run folder.
 
