@@ -37,6 +37,8 @@ COLUMNS = [
 def usable_rows(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Rows that have a value of the metric, as the column `value`, and what groups and pairs them."""
     column = column_of(rows, metric)
+    if column not in rows:  # a number of a cell, as the majority rate is
+        rows = rows.assign(**{column: math.nan})
     names = [name for name in (*ROW_SETTING, "spec", "budget", "seed", "sample", "curve") if name in rows]
     found = rows[(rows["status"] == "ok") & rows[column].notna()]
     return found[names].assign(value=found[column].to_numpy(dtype=float), fits=nothing_evicted(found))
