@@ -12,7 +12,7 @@ from ..errors import BadInput
 from ..stats.panels import SETTING, describe_setting, join_seeds, shorten
 from ..stats.significance import ALPHA
 from ..store.frame import metrics_of
-from .footnotes import note_few, note_fitting
+from .footnotes import note_empty, note_few, note_fitting
 from .table import FORMATS, grid, heading, json_lines
 from .words import difference_text, number, probability, sample_count
 
@@ -97,6 +97,7 @@ def _notes(lines: pd.DataFrame) -> list[str]:
         f"p < {ALPHA} before correction (-: fewer than 6 samples, or all alike); a smaller one may go "
         "undetected.",
         *note_fitting(lines, lines["policy"]),
+        *note_empty(lines, lines["policy"]),
         *note_few(lines),
     ]
     if (lines["seeds"].str.contains(",")).any():
