@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..store.row import Row
 
 LATER = ("family", "data", "cut_tokens")  # fields that rows of the first releases do not have
-ASIDE = ("schema", "times", "metrics")
+ASIDE = ("schema", "times", "metrics", "pins_mode")  # the last says who asked; `pins` is what was done
 
 
 def differences(before: Row, after: Row, tolerance: float) -> list[str]:

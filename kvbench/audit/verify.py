@@ -18,6 +18,7 @@ from ..contract.identity import config_of, key_of
 from ..contract.metrics import describe
 from ..store.manifest import MANIFEST, read_manifest, stored_metrics
 from ..store.results import PACKED, ROWS, Row, stored_rows
+from ..store.row_files import digest
 from .finding import Finding
 from .shown import Current, check_figures, check_pages, check_table
 
@@ -103,15 +104,18 @@ def _named(row: Row) -> str:
 
 
 def _once(run: Run) -> Iterator[str]:
-    """Only a failed row may be superseded."""
+    """Only a failed row may be superseded; one row may stand there for several rules of pins."""
     if run.tail:
         yield f"the last line is half written ({len(run.tail)} bytes): the next `kvbench run` sets it aside"
-    before: dict[str, Row] = {}
+    before: dict[str, dict[str, Row]] = {}
     for row in run.history:
-        old = before.get(row.key)
-        if old is not None and old.status != "failed":
+        rules = before.setdefault(row.key, {})
+        good = [old for old in rules.values() if old.status != "failed"]
+        if row.pins_mode in rules and rules[row.pins_mode] in good:
             yield f"{_named(row)} is there twice"
-        before[row.key] = row
+        elif good and digest(good[0]) != digest(row):
+            yield f"{_named(row)} is there with two contents"
+        rules[row.pins_mode] = row
 
 
 def _belongs(run: Run) -> Iterator[str]:

@@ -10,7 +10,7 @@ import pandas as pd
 
 from ..contract.cell import FULL
 from ..contract.metrics import METRICS
-from ..store.frame import metrics_of
+from ..store.frame import metrics_of, source_of
 
 RULE_COLUMNS = ["model", "schedule", "chunk", "question", "template", "pins_mode"]
 LINE_NAMES = {"task_spec": "task", "spec": "policy"}  # rows say name and spec, lines name a thing by its spec
@@ -64,19 +64,29 @@ def _same(column: pd.Series, value: Any) -> pd.Series:
 
 
 def _add_labels(lines: pd.DataFrame) -> pd.DataFrame:
-    full = (lines["policy"] == FULL) & lines.duplicated(["metric", "policy", "mean", "lo", "hi", "n"])
-    lines = lines[~full]  # the same full cache under two schedules
-    lines = _tell_apart(lines.assign(label=lines["policy"]), "run")
-    return _tell_apart(lines, "family")
+    sources = [source_of(lines, config).removeprefix("file ") for config in lines["config"]]
+    lines = lines.assign(label=lines["policy"], source=sources)
+    full = lines["policy"] == FULL
+    again = lines.duplicated(["metric", "policy", "mean", "lo", "hi", "n", "source"])  # under two schedules
+    foreign = ~lines["source"].isin(lines.loc[~full, "source"]) & ~full.all()  # of data nobody else has here
+    lines = lines[~(full & (again | foreign))]
+    sources = list(lines["source"])
+    lines = lines.drop(columns="source")
+    for names in (list(lines["run"]), sources, [family[:6] for family in lines["family"]]):
+        lines = _tell_apart(lines, names)
+    return lines
 
 
-def _tell_apart(lines: pd.DataFrame, name: str) -> pd.DataFrame:
-    """Labels that name two curves also say this column."""
+def _tell_apart(lines: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
+    """Labels that name two curves also say this, where it tells them apart."""
     twice = lines.duplicated(["metric", "label", "budget"], keep=False)
     several = set(lines.loc[twice, "label"])
+    known: dict[str, set[str]] = {}
+    for label, name in zip(lines["label"], names, strict=True):
+        known.setdefault(label, set()).add(name)
     labels = [
-        f"{label} ({value[:6] if name == 'family' else value})" if label in several and value else label
-        for label, value in lines[["label", name]].to_numpy()
+        f"{label} ({name})" if label in several and name and len(known[label]) > 1 else label
+        for label, name in zip(lines["label"], names, strict=True)
     ]
     return lines.assign(label=labels)
 

@@ -11,8 +11,9 @@ from ..contract.metrics import Metric
 from .columns import FORMS, Form, columns
 from .row import Row
 
-# Attributes of a frame: the metrics which its runs declared, and the policies that bound the others.
-STORED, BRACKETS = "metrics", "brackets"
+# Attributes of a frame: the metrics which its runs declared, the policies that bound the others, and the data
+# of each configuration.
+STORED, BRACKETS, SOURCES = "metrics", "brackets", "sources"
 
 
 def frame(
@@ -34,7 +35,8 @@ def frame(
         for name in dict.fromkeys(name for one in measured for name in one):
             found[f"{prefix}:{name}"] = _series([one.get(name) for one in measured], FORMS[float])
     made = pd.DataFrame({**found, "run": pd.Series(list(runs), dtype="object")})
-    made.attrs |= {STORED: dict(stored), BRACKETS: sorted(brackets)}
+    sources = {row.config: row.data or "" for row in rows}
+    made.attrs |= {STORED: dict(stored), BRACKETS: sorted(brackets), SOURCES: sources}
     return made
 
 
@@ -48,6 +50,11 @@ def brackets_of(lines: pd.DataFrame) -> Sequence[str]:
     """The policies behind these rows, or lines made of them, that bound the others."""
     declared: Sequence[str] = lines.attrs.get(BRACKETS, [])
     return declared
+
+
+def source_of(lines: pd.DataFrame, config: str) -> str:
+    """The data of a configuration in words; "" where rows do not say it."""
+    return str(lines.attrs.get(SOURCES, {}).get(config, ""))
 
 
 def _series(values: list[Any], form: Form) -> pd.Series:

@@ -12,6 +12,7 @@ import fcntl
 import json
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,8 @@ class Store:
         self.notes: list[str] = []
         self._lock: int | None = lock
         self._rows: int | None = None
-        self._seen: dict[str, tuple[str, str]] = {}  # key -> (status, digest of everything but times)
+        self._seen: dict[str, tuple[str, str]] = {}  # key -> (status, digest)
+        self._rules: dict[str, set[str]] = {}  # key -> rules of pins under which this content is stored
 
     @classmethod
     def open(
@@ -135,7 +137,7 @@ class Store:
             os.ftruncate(self._rows, whole)
             os.fsync(self._rows)
         for row in parse(rows, data[:whole]):
-            self._remember({row.key: (row.status, digest(row))})
+            self._remember(row, (row.status, digest(row)))
 
     def _unpack(self, data: bytes) -> None:
         """Replace packed rows by plain ones; the packed ones go when the others are safely there."""
@@ -168,35 +170,52 @@ class Store:
     def append(self, rows: Sequence[Row]) -> None:
         """Write the rows of one sample, all or none: one write, then fsync.
 
-        A row already there with equal content (times aside) is not written again; a failed one is
-        superseded. Raises: StoreError when a key already has other content, when a row cannot be read
-        back, or when the disk refuses; then none of these rows is in the folder.
+        A row already there with equal content (times aside) is written again only if another rule of pins
+        asks for it, too; a failed one is superseded. Raises: StoreError when a key already has other content,
+        when a row cannot be read back, or when the disk refuses; then none of these rows is in the folder.
         """
         if self._rows is None:
             raise StoreError(f"{self.path} is closed for writing: open it again with Store.open")
-        fresh: dict[str, tuple[str, str]] = {}
+        fresh: dict[tuple[str, str], tuple[Row, tuple[str, str]]] = {}
+        seen: dict[str, tuple[str, str]] = {}
         lines: list[str] = []
         for row in rows:
             line = line_of(row)
             entry = row.status, digest(RowReader().read(json.loads(line)))
-            known = fresh.get(row.key) or self._seen.get(row.key)
-            if known == entry:
+            name = row.key, row.pins_mode
+            known = seen.get(row.key) or self._seen.get(row.key)
+            if known == entry and (name in fresh or row.pins_mode in self._rules.get(row.key, ())):
                 continue
-            if known is not None and known[0] != "failed":
+            if known not in (None, entry) and known[0] != "failed":
                 raise StoreError(
                     f"{self.path}: row {row.key} ({row.spec}, sample {row.sample!r}) is there "
                     "with other content. The same configuration gave two results: use another --out, "
                     "and report it if nothing but the time has changed"
                 )
-            fresh[row.key] = entry
+            fresh[name], seen[row.key] = (row, entry), entry
             lines.append(line)
         if lines:
             self._write(("\n".join(lines) + "\n").encode("ascii"))
-            self._remember(fresh)
+            for row, entry in fresh.values():
+                self._remember(row, entry)
 
-    def _remember(self, entries: Mapping[str, tuple[str, str]]) -> None:
-        self._seen.update(entries)
-        self.done.update(key for key, (status, _) in entries.items() if status != "failed")
+    def label(self, rules: Mapping[str, str]) -> None:
+        """Store rows that an earlier question gave under the rule of pins of this one, too.
+
+        rules: `pins_mode` by key; keys that are not done are passed over. Raises: as `append`.
+        """
+        absent = {key for key in self.done & rules.keys() if rules[key] not in self._rules[key]}
+        if absent:
+            last = {row.key: row for row in stored_rows(self.path)[0] if row.key in absent}
+            self.append([replace(row, pins_mode=rules[row.key]) for row in last.values()])
+
+    def _remember(self, row: Row, entry: tuple[str, str]) -> None:
+        if self._seen.get(row.key) != entry:
+            self._rules[row.key] = set()
+        self._seen[row.key] = entry
+        self._rules[row.key].add(row.pins_mode)
+        if row.status != "failed":
+            self.done.add(row.key)
 
     def _write(self, block: bytes) -> None:
         assert self._rows is not None

@@ -101,6 +101,8 @@ def line_of(row: Row) -> str:
 
 
 def digest(row: Row) -> str:
-    """Identity of a row's content; times differ between equal runs and do not count."""
-    content = {name: value for name, value in row.as_dict().items() if name not in ("schema", "times")}
+    """Identity of a row's content; times differ between equal runs and do not count, nor does the question
+    (the rule of pins) that asked for it."""
+    aside = ("schema", "times", "pins_mode")
+    content = {name: value for name, value in row.as_dict().items() if name not in aside}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

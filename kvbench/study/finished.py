@@ -83,12 +83,13 @@ def _of(rows: pd.DataFrame, config: RunConfig, one: RunConfig, task: Task) -> pd
     keep = (rows["task_spec"] == spec_of(task)) & (rows["seed"] == one.seed)
     keep &= (rows["question"] == plan.question) & (rows["schedule"] == schedule.kind)
     keep &= (rows["chunk"] == schedule.chunk).fillna(False) if schedule.chunk else rows["chunk"].isna()
-    keep &= full | ((rows["pins_mode"] == plan.pins) & rows["budget"].isin(config.budgets))
+    specs = set(rows["spec"][(keep & ~full).astype(bool)])
     if "all" not in config.policies:
-        keep &= full | rows["spec"].isin([_canonical(spec) for spec in config.policies])
-    found = rows[keep.astype(bool)]
+        specs = {_canonical(spec) for spec in config.policies}
+    mine = (rows["pins_mode"] == plan.pins) & rows["budget"].isin(config.budgets) & rows["spec"].isin(specs)
+    found = rows[(keep & (full | mine)).astype(bool)]
     counts = found.groupby("sample").size()
-    whole = counts.nunique() == 1 and not (found["status"] == "failed").any()
+    whole = set(counts) == {1 + len(specs) * len(config.budgets)} and not (found["status"] == "failed").any()
     alone = len(found[["template", "data"]].drop_duplicates()) == 1
     short = config.limit is None or len(counts) <= config.limit
     return found if whole and alone and short else None

@@ -118,12 +118,15 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
         if jobs:
             with progress_bar(progress, len(jobs), "samples") as advance:
                 _compute(work, jobs, opened, executor, store, advance)
+        rules = {key: rule for item in work for key, rule in item.rules().items()}
+        store.label(rules)
         facts = {**executor.facts(), "peak_bytes": executor.peak} if jobs else {}
         store.finish({**facts, "rows": sum(len(item.keys()) for item in work)})
         notes = [*_sources(work), *left_out, *store.notes]
     rows = read_rows(path)
     keys = set().union(*(item.keys() for item in work))
-    rows = rows[rows["key"].isin(keys)].reset_index(drop=True)  # other rows of the folder stay out
+    asked = rows["budget"].isna() | (rows["pins_mode"] == rows["key"].map(rules))
+    rows = rows[rows["key"].isin(keys) & asked].reset_index(drop=True)  # other rows of the folder stay out
     result = _result(rows, path, [item.samples.metric for item in work], notes + _sliding(opened))
     return replace(result, peak=executor.peak, computed=computed, reused=len(rows) - computed)
 

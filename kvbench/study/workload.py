@@ -87,3 +87,8 @@ class Workload:
 
     def keys(self) -> set[str]:
         return {self.key(cell, sample) for sample, _ in self.samples.items for cell in self.plan.all_cells}
+
+    def rules(self) -> dict[str, str]:
+        """The rule of pins that asks for each row of a policy, by key."""
+        cells = self.plan.cells
+        return {self.key(cell, sample): self.plan.pins for sample, _ in self.samples.items for cell in cells}
