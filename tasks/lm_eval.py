@@ -67,6 +67,7 @@ class LmEval(Harness):
     def parts(self, setting: Setting) -> tuple[list[HarnessRows], str, str]:
         config = self._config(functions=True)
         found, source, sha256 = rows(self.datasets()[0], setting.data)
+        found = [_renamed(row, config) for row in found]
         shown: list[DataRow] = []
         if self._draws_examples(config):
             shown, other, digest = rows(_dataset(config, fewshot_split(config)), self.examples)
@@ -89,6 +90,13 @@ class LmEval(Harness):
 
 def _dataset(config: Config, split: str) -> Dataset:
     return Dataset(str(config.get("dataset_path")), config.get("dataset_name"), split, None, ())
+
+
+def _renamed(row: DataRow, config: Config) -> DataRow:
+    """A row as lm-eval reads it: its copy of LongBench calls the published `input` `question`."""
+    if str(config.get("dataset_path")).endswith("/LongBench") and "input" in row and "question" not in row:
+        return {"question" if name == "input" else name: value for name, value in row.items()}
+    return row
 
 
 def _refuse(name: str, config: Config) -> None:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..contract.registry import POLICIES
+from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks
+from ..contract.spec import split_name
 from ..errors import BadInput, StoreError
 from ..store.manifest import MANIFEST, read_manifest
 from ..store.results import ROWS, Row, stored_rows
@@ -78,6 +79,7 @@ def rerun(
         raise BadInput(f"--tolerance {tolerance}: a number from 0 on")
     manifest = read_manifest(path)
     configs = settings_of(manifest)
+    _check_registered(path, configs, manifest.get("code", {}))
     rows = {row.key: row for row in stored_rows(path)[0]}
     chosen = _chosen(rows, samples)
     report = Repetition(Path(path), tolerance)
@@ -100,6 +102,26 @@ def rerun(
     if report.different:
         _explain(report, configs, rows)
     return report
+
+
+def _check_registered(
+    path: str | Path, configs: Sequence[RunConfig], code: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Raises: BadInput for a policy or task that was registered in a script, and is not in this process."""
+    for config in configs:
+        asked = [
+            ("policy", POLICIES, expand_policies(config.policies)),
+            ("task", TASKS, expand_tasks(config.tasks)),
+        ]
+        for kind, registry, specs in asked:
+            for name in {split_name(spec)[0] for spec in specs} - set(registry.names()):
+                module = code.get(f"{kind} {name}", {}).get("module")
+                place = f"module {module}, as the manifest says," if module else "a script"
+                raise BadInput(
+                    f"{kind} '{name}' of {path} is not installed here: {place} registered it. Install it "
+                    f"with an entry point, or call kvbench.audit.rerun.rerun({str(path)!r}) where it is "
+                    "registered"
+                )
 
 
 def _explain(report: Repetition, configs: Sequence[RunConfig], rows: Mapping[str, Row]) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 NAMES = ("local", "ray")
+DEFAULT_MODEL = "smollm2-135m"
 REFUSED, INTERRUPTED = 2, 130  # exit codes
 FAILED = 1  # exit code
 

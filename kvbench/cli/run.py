@@ -10,6 +10,7 @@ from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, 
 from ..contract.spec import split_name
 from ..study.config import RunConfig
 from .options import (
+    DEFAULT_MODEL,
     FAILED,
     INTERRUPTED,
     Device,
@@ -36,7 +37,7 @@ def run(
     budgets: Annotated[
         list[str], typer.Option(help="KV pairs kept per KV head per layer, as in 20,100,500.")
     ],
-    model: ModelName = "smollm2-135m",
+    model: ModelName = DEFAULT_MODEL,
     limit: Annotated[int | None, typer.Option(help="Samples per task; default: all of them.")] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated samples and random policies.")] = 0,
     seeds: Annotated[

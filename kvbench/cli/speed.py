@@ -9,7 +9,7 @@ import typer
 from ..contract.registry import POLICIES, expand_policies, split_specs
 from ..contract.spec import split_name
 from ..errors import BadInput
-from .options import Device, DType, ModelName, OutFolder, Traceback
+from .options import DEFAULT_MODEL, Device, DType, ModelName, OutFolder, Traceback
 
 
 def speed(
@@ -20,7 +20,7 @@ def speed(
     budget: Annotated[int, typer.Option(help="KV pairs per KV head per layer after compaction.")] = 256,
     new_tokens: Annotated[int, typer.Option(help="Tokens to decode from each compacted cache.")] = 32,
     repeat: Annotated[int, typer.Option(help="Passes per length; the table shows medians.")] = 3,
-    model: ModelName = "smollm2-135m",
+    model: ModelName = DEFAULT_MODEL,
     device: Device = "auto",
     dtype: DType = "auto",
     out: OutFolder = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Annotated, Any
 
 import typer
@@ -9,7 +10,17 @@ import typer
 from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of, split_specs
 from ..contract.spec import split_name
 from ..errors import BadInput, UnknownName
-from .options import Device, DType, ExecutorName, ModelName, OutFolder, RayAddress, Traceback, Workers
+from .options import (
+    DEFAULT_MODEL,
+    Device,
+    DType,
+    ExecutorName,
+    ModelName,
+    OutFolder,
+    RayAddress,
+    Traceback,
+    Workers,
+)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -24,7 +35,7 @@ def trace(
     task: Annotated[list[str], typer.Option(help="Tasks to sample from, in turn.")],
     samples: Annotated[int, typer.Option(help="Total number of traces.")],
     out: Annotated[str, typer.Option(help="Folder for the traces.")],
-    model: ModelName = "smollm2-135m",
+    model: ModelName = DEFAULT_MODEL,
     length: Annotated[
         str | None, typer.Option(help="Tokens per sample: 512, or a range as in 350-700.")
     ] = None,
@@ -57,7 +68,7 @@ def trace(
     )  # fmt: skip
     found = collect(config, announce=typer.echo, executor=make_executor(executor, workers, ray_address))
     typer.echo(f"{len(found)} traces in {out}")
-    typer.echo(f"next: kvbench train --policy kvp --traces {out} --out kvp.safetensors")
+    typer.echo(f"next: kvbench train --policy kvp --traces {shlex.quote(out)} --out kvp.safetensors")
 
 
 def train(
@@ -79,6 +90,7 @@ def train(
     """
     from pathlib import Path
 
+    from ..learn.trace import TraceSet
     from ..learn.training import trainer_of
     from .options import make_executor
 
@@ -93,7 +105,12 @@ def train(
         else:
             raise BadInput(f"--executor {executor}: {policy} is trained in one piece, use local")
     typer.echo(f"{out}: validation cost {card['validation_cost']:.3f} after {card['seconds']:.0f} s")
-    typer.echo(f"next: kvbench run --policy {policy}:weights={out} --task needle --budgets 64,128 --limit 8")
+    model = TraceSet(traces).header["model"]
+    fitting = "" if model == DEFAULT_MODEL else f" --model {shlex.quote(model)}"
+    typer.echo(
+        f"next: kvbench run --policy {shlex.quote(f'{policy}:weights={out}')}{fitting} --task needle "
+        "--budgets 64,128 --limit 8"
+    )
 
 
 def eviction_error(

@@ -9,7 +9,7 @@ import pandas as pd
 
 from ..contract.metrics import Metric, describe
 from ..errors import BadInput
-from ..stats.panels import SETTING, describe_setting, join_seeds, shorten
+from ..stats.panels import SETTING, describe_setting, join_seeds, short_names
 from ..stats.significance import ALPHA
 from ..store.frame import metrics_of
 from .footnotes import note_empty, note_few, note_fitting
@@ -32,6 +32,8 @@ def render_comparison(frame: pd.DataFrame, fmt: str = "text") -> str:
     if fmt not in FORMATS:
         raise BadInput(f"--format '{fmt}': choose one of {', '.join(FORMATS)}")
     parts = []
+    names = short_names([*frame["policy"], *frame["baseline"]])
+    frame = frame.assign(**{name: frame[name].map(names) for name in ("policy", "baseline")})
     for _, panel in frame.groupby(SETTING, sort=False, dropna=False):
         setting: dict[str, Any] = {name: panel[name].iloc[0] for name in SETTING}
         seeds = {int(seed) for text in panel["seeds"] for seed in text.split(",") if seed}
@@ -46,13 +48,13 @@ def render_comparison(frame: pd.DataFrame, fmt: str = "text") -> str:
 def _block(lines: pd.DataFrame, fmt: str) -> str:
     first = lines.iloc[0]
     metric, n = describe(first["metric"], metrics_of(lines)), sample_count(lines["n"])
-    title = f"{first['task']}: {metric.label}, minus {shorten(first['baseline'])}, n = {n}"
+    title = f"{first['task']}: {metric.label}, minus {first['baseline']}, n = {n}"
     moved = lines[lines["win"] + lines["loss"] > 0]
     header = [
         "policy",
         "budget",
         "mean",
-        shorten(first["baseline"]),
+        first["baseline"],
         "difference",
         "win/tie/loss",
         "p, sign",
@@ -71,7 +73,7 @@ def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
     )
     marks = " (beats full)" if line["beats_full"] else ""
     return [
-        shorten(line["policy"]) + marks,
+        line["policy"] + marks,
         str(line["budget"]),
         number(line["mean"], metric),
         number(line["baseline_mean"], metric),
@@ -86,7 +88,7 @@ def _cells(line: Mapping[Any, Any], metric: Metric) -> list[str]:
 
 def _notes(lines: pd.DataFrame) -> list[str]:
     """What the numbers mean, then what to distrust."""
-    baseline = shorten(lines["baseline"].iloc[0])
+    baseline = lines["baseline"].iloc[0]
     tests = " or ".join(NAMES[name] for name in dict.fromkeys(lines["test"]))
     notes = [
         f"difference: policy minus {baseline} on the same samples, with its 95% interval; a win is a sample "
@@ -113,7 +115,7 @@ def _notes(lines: pd.DataFrame) -> list[str]:
 def _list_cells(lines: pd.DataFrame) -> str:
     """ "knorm, tova at 64; tova at 128"."""
     parts = lines.groupby("budget", sort=False)
-    return "; ".join(f"{', '.join(map(shorten, part['policy']))} at {budget}" for budget, part in parts)
+    return "; ".join(f"{', '.join(part['policy'])} at {budget}" for budget, part in parts)
 
 
 def _suspects(lines: pd.DataFrame) -> list[str]:

@@ -27,7 +27,7 @@ from .pairs import (
     usable_rows,
     values_of,
 )
-from .panels import LINE_NAMES, ROW_SETTING, SETTING, SHARED, main_metric, matches
+from .panels import LINE_NAMES, ROW_SETTING, SETTING, SHARED, main_metric, matches, short_names
 
 CHOICE = ("accuracy", "acc_norm")  # what a majority rate can be compared with
 
@@ -36,14 +36,15 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
             tasks: Mapping[str, Mapping[str, Any]] | None = None) -> pd.DataFrame:  # fmt: skip
     """Every policy against the baseline, per task, setting, metric and budget.
 
-    rows: as `read_rows` gives them. baseline: a spec; "full" is compared at every budget. metrics: None
-    takes each task's main one (see `per_sample`), and kl where the baseline has it. tasks: the manifest's
-    section, for the main metrics. Returns `compare_pairs` of each metric with beats_full (a better mean than
-    the full cache's by more than the interval of the difference), majority, majority_label and
-    below_majority (of the mean), and n_empty (samples where the policy's answer is empty).
+    rows: as `read_rows` gives them. baseline: a spec, or what tables show of it; "full" is compared at every
+    budget. metrics: None takes each task's main one (see `per_sample`), and kl where the baseline has it.
+    tasks: the manifest's section, for the main metrics. Returns `compare_pairs` of each metric with
+    beats_full (a better mean than the full cache's by more than the interval of the difference), majority,
+    majority_label, below_majority (of the mean), and n_empty (samples where the policy's answer is empty).
     Raises: as `compare_pairs`; BadInput when there is nothing to compare.
     """
     parts, stored = [], metrics_of(rows)
+    baseline = _as_in_rows(rows, baseline)
     for task, own in rows.groupby("task_spec", sort=False):
         if baseline not in set(own["spec"]):
             continue
@@ -141,6 +142,13 @@ def compare_all(rows: pd.DataFrame, metric: str, brackets: Collection[str]) -> p
     frame.attrs = rows.attrs
     correct(frame, [], ~frame[["policy", "baseline"]].isin(list(brackets)).any(axis=1))
     return frame
+
+
+def _as_in_rows(rows: pd.DataFrame, baseline: str) -> str:
+    """The spec of a policy that was named as in rows, or as tables show it."""
+    shown = short_names(rows["spec"].unique())
+    found = [spec for spec, name in shown.items() if baseline in (spec, name)]
+    return found[0] if len(found) == 1 else baseline
 
 
 def _check_baseline(rows: pd.DataFrame, baseline: str) -> None:

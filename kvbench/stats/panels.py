@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
@@ -68,13 +69,16 @@ def _add_labels(lines: pd.DataFrame) -> pd.DataFrame:
     lines = lines.assign(label=lines["policy"], source=sources)
     full = lines["policy"] == FULL
     again = lines.duplicated(["metric", "policy", "mean", "lo", "hi", "n", "source"])  # under two schedules
-    foreign = ~lines["source"].isin(lines.loc[~full, "source"]) & ~full.all()  # of data nobody else has here
+    others = lines.loc[~full, "source"]  # there may be data that no policy was run on under these rules
+    foreign = ~lines["source"].isin(others if len(others) else lines["source"])
     lines = lines[~(full & (again | foreign))]
     sources = list(lines["source"])
     lines = lines.drop(columns="source")
     for names in (list(lines["run"]), sources, [family[:6] for family in lines["family"]]):
         lines = _tell_apart(lines, names)
-    return lines
+    alike = {label for label, name in short_names(lines["label"]).items() if name != shorten(label)}
+    labels = [f"{label} ({_paths(label)})" if label in alike else label for label in lines["label"]]
+    return lines.assign(label=labels)
 
 
 def _tell_apart(lines: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
@@ -115,10 +119,30 @@ def describe_setting(setting: Mapping[str, Any]) -> str:
 
 
 def shorten(label: str) -> str:
-    """A spec for display: of a parameter that is a path only the file's stem, which names it well enough."""
-    name, colon, rest = label.partition(":")
+    """A spec for display: of a parameter that is a path only the file's stem, which names it well enough.
+
+    What a label says in brackets behind the spec stays.
+    """
+    spec, bracket, more = label.partition(" (")
+    name, colon, rest = spec.partition(":")
     pairs = [piece.partition("=") for piece in rest.split(",")] if colon else []
     shown = [
         f"{key}{equals}{PurePath(value).stem if '/' in value else value}" for key, equals, value in pairs
     ]
-    return name + colon + ",".join(shown)
+    return name + colon + ",".join(shown) + bracket + more
+
+
+def short_names(labels: Iterable[str]) -> dict[str, str]:
+    """Each label as `shorten` shows it; those that would look alike also say their paths."""
+    shown = {label: shorten(label) for label in labels}
+    count = Counter(shown.values())
+    return {
+        label: f"{name} ({_paths(label)})" if count[name] > 1 and _paths(label) else name
+        for label, name in shown.items()
+    }
+
+
+def _paths(label: str) -> str:
+    """The values of a spec that are paths."""
+    pieces = label.partition(" (")[0].partition(":")[2].split(",")
+    return ", ".join(piece.partition("=")[2] for piece in pieces if "/" in piece)

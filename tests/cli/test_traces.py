@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from kvbench.model import open as models
 from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.recipe import RECIPES, KVPRecipe
 from kvbench.store.results import read_rows
+from kvbench.study import runner
 from tests.kvp import make
 
 COMMANDS = {
@@ -164,6 +166,25 @@ def test_settings_reach_the_recipe(weights: str) -> None:
     assert card["recipe"] == asdict(wanted)
     assert wanted.objective != KVPRecipe().objective  # or the recipe's own settings would not show
     assert shape.hidden == 16
+
+
+def test_the_command_that_train_names_works(
+    folder: str, traces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It names the model of the traces, where that is not the default one, and quotes what a shell would split."""
+    out = tmp_path / "my weights.safetensors"
+    done = invoke(
+        "train", "--policy", "kvp", "--traces", traces, "--out", out, "--steps", 2, "--hidden", 8
+    )  # fmt: skip
+    assert done.exit_code == 0, done.output
+    told = shlex.split(done.stdout.splitlines()[-1])
+    assert told[:3] == ["next:", "kvbench", "run"]
+    assert told[told.index("--model") + 1] == folder
+    assert told[told.index("--policy") + 1] == f"kvp:weights={out}"
+    asked = []
+    monkeypatch.setattr(runner, "run", lambda config, **_: asked.append(config))
+    invoke(*told[2:])
+    assert (asked[0].model, asked[0].policies) == (folder, (f"kvp:weights={out}",))
 
 
 def test_trained_weights_run(folder: str, weights: str, tmp_path: Path) -> None:

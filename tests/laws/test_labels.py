@@ -17,8 +17,9 @@ from kvbench.errors import StoreError
 from kvbench.show.table import render
 from kvbench.stats.aggregate import aggregate
 from kvbench.stats.compare import compare
-from kvbench.stats.panels import split_panels
+from kvbench.stats.panels import shorten, split_panels
 from kvbench.store.results import Store, read_rows
+from tests.laws import toy
 from tests.laws.runs import config
 from tests.store.synthetic import row
 
@@ -68,6 +69,19 @@ def test_a_folder_with_both_questions_comes_again(folder: str, tmp_path: Path) -
     assert done.exit_code == 0, done.output
 
 
+def test_what_a_script_registered_is_named(folder: str, tmp_path: Path) -> None:
+    """Another process has no such task: `rerun` says where it came from, and works where it is registered."""
+    with toy.added():
+        asked = config(folder, tmp_path, policies=("knorm",), tasks=("laws_toy",), limit=1)
+        kvbench.run(asked, progress=False)
+        assert CliRunner().invoke(cli.app, ["rerun", str(tmp_path)]).exit_code == 0
+    done = CliRunner().invoke(cli.app, ["rerun", str(tmp_path)])
+    assert done.exit_code == cli.REFUSED
+    assert "task 'laws_toy'" in done.stderr
+    assert "module tests.laws.toy" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_row_is_stored_once_for_each_rule(tmp_path: Path) -> None:
     bad, good = (row("knorm", 64, status=status, reason="x") for status in ("failed", "ok"))
     other = row("knorm", 64, pins_mode="none", reason="x")
@@ -103,3 +117,35 @@ def test_data_files_are_told_apart_by_name(tmp_path: Path) -> None:
     assert "full (b.jsonl)" in render(lines)
     ((_, alike),) = split_panels(_two_files(tmp_path / "b", ("b.jsonl", "b.jsonl")))
     assert alike["label"].nunique() == 4
+
+
+def test_two_files_of_one_name_are_two_policies(tmp_path: Path) -> None:
+    one, other = "kvp:weights=a/w.safetensors", "kvp:weights=b/w.safetensors"
+    with Store.open(tmp_path, {}, {}) as store:
+        for sample in ("s0", "s1"):
+            for spec in ("full", one, other, "kvp:weights=c/v.safetensors"):
+                store.append([row(spec, None if spec == "full" else 64, sample)])
+    text = CliRunner().invoke(cli.app, ["table", str(tmp_path)]).stdout
+    for name in ("kvp:weights=w (a/w.safetensors)", "kvp:weights=w (b/w.safetensors)", " kvp:weights=v "):
+        assert name in text
+    for name in (one, "kvp:weights=w (a/w.safetensors)", "kvp:weights=v"):
+        done = CliRunner().invoke(cli.app, ["compare", str(tmp_path), "--baseline", name])
+        assert done.exit_code == 0, done.stderr
+        assert "kvp:weights=w (b/w.safetensors)" in done.stdout
+    vague = CliRunner().invoke(cli.app, ["compare", str(tmp_path), "--baseline", "kvp:weights=w"])
+    assert vague.exit_code == cli.REFUSED
+    assert one in vague.stderr
+    assert other in vague.stderr
+
+
+@pytest.mark.parametrize(
+    ("label", "shown"),
+    [
+        ("snapkv:window=64", "snapkv:window=64"),
+        ("kvp:weights=a/w.safetensors,pins=none", "kvp:weights=w,pins=none"),
+        ("kvp:weights=a/w.safetensors (results/mine)", "kvp:weights=w (results/mine)"),
+        ("full (b.jsonl)", "full (b.jsonl)"),
+    ],
+)
+def test_a_label_is_shown_short(label: str, shown: str) -> None:
+    assert shorten(label) == shown

@@ -294,6 +294,18 @@ def test_the_summary_is_asked_for_after_the_report(tmp_path: Path) -> None:
     assert sample.max_new_tokens == 512
 
 
+@pytest.mark.parametrize("name", ["hotpotqa", "passage_retrieval_en", "gov_report", "trec"])
+def test_the_published_input_column_is_read(tmp_path: Path, name: str) -> None:
+    """lm-eval's copy of LongBench calls it `question`."""
+    pytest.importorskip("rouge", reason="lm-eval[longbench] is not installed")
+    published = {"input": "Who wrote it?", "context": "Somebody wrote it.", "answers": ["Somebody"]}
+    published |= {"all_classes": ["Somebody"]}
+    copied = {"question" if key == "input" else key: value for key, value in published.items()}
+    ours, theirs = (first(f"lm_eval:longbench_{name}", tmp_path, one) for one in (published, copied))
+    assert ours.context + ours.question == theirs.context + theirs.question
+    assert name == "gov_report" or "Who wrote it?" in ours.context + ours.question
+
+
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib.util
 
