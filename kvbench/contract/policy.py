@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .model_description import ModelDescription
     from .observation import Observation
+    from .seen_text import SeenText
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,11 @@ class Policy(ABC):
     def identity(self) -> str:
         """Fingerprint of the learned weights: part of a row's identity, so retraining gives new rows."""
         return ""
+
+    @property
+    def seen_text(self) -> SeenText | None:
+        """The text that learned weights have seen, as their file says it; None where it does not."""
+        return None
 
     @property
     def card(self) -> Mapping[str, Any]:

@@ -144,9 +144,10 @@ def _compute(
                 if isinstance(found, LostJob):
                     lost.append(f"{request.name}: {found.reason}")
                     continue
-                layers, scaling = found
-                tokens, context = layers[0][0].shape[1], len(request.prompt.context)
-                info = TraceInfo(request.name, tokens, context, request.task, scaling)
+                layers, scaling, ids = found
+                info = TraceInfo(
+                    request.name, len(ids), len(request.prompt.context), request.task, scaling, ids=ids
+                )
                 writer.add(info, layers)
                 advance(request.task)
         except KeyboardInterrupt:

@@ -23,7 +23,8 @@ from ..errors import BadInput
 from ..model.lm import LoadedModel
 from ..model.prompt import Continuation, Prompt
 
-Recording = tuple[list[tuple[Tensor, Tensor, Tensor]], float]  # per layer q, k, v; the factor on logits
+# Per layer q, k, v; the factor on logits; the token ids.
+Recording = tuple[list[tuple[Tensor, Tensor, Tensor]], float, tuple[int, ...]]
 
 
 class _Recorder:
@@ -74,14 +75,15 @@ def answer_prompt(lm: LoadedModel, prompt: Prompt) -> Prompt:
 def record(
     lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str
 ) -> Recording:
-    """One prompt followed by its reference: (queries, keys, values) per full-attention layer, scaling."""
+    """One prompt followed by its reference: queries, keys, values per full-attention layer; scaling; ids."""
     recorder = _Recorder(lm.geometry.full_layers, dtype)
     context = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
     rest = torch.tensor([*prompt.question, *prompt.reference.ids], device=lm.device)
+    ids = (*prompt.context, *prompt.question, *prompt.reference.ids)
     cache = Cache.empty(lm.geometry.layers, len(context) + len(rest))
     if eviction is None or not prompt.context:
         read(lm, cache, torch.cat([context, rest]), 0, observer=recorder)
-        return recorder.finish(), recorder.scaling
+        return recorder.finish(), recorder.scaling, ids
     bound = bind_policies(lm, [eviction.ranker.policy])
     if bound.failures:
         raise BadInput(next(iter(bound.failures.values())))
@@ -91,4 +93,4 @@ def record(
         raise BadInput(next(iter(rankings.failures.values())))
     cache, _ = evict(lm, cache, [eviction], [0], rankings, len(rest))
     read(lm, cache, rest, len(context), observer=recorder)
-    return recorder.finish(), recorder.scaling
+    return recorder.finish(), recorder.scaling, ids

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from ..model import gguf
 from .files import check_complete, check_folder, check_tokenizer, check_weights, fingerprint_folder, readable
 from .geometry import Geometry, drop_idle_window, read_geometry
 from .lm import LoadedModel as LoadedModel  # others import it from here
+from .prompting import fingerprint_prompting
 
 ALIASES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, 30 layers, 9 query / 3 KV heads, 8192 tokens "
@@ -80,6 +82,11 @@ class OpenModel:
     dtype: Any
     geometry: Geometry
     spread: bool = False  # over all CUDA devices of this process, layer by layer; device is the first
+
+    @cached_property
+    def prompting_sha256(self) -> str:
+        """See `fingerprint_prompting`."""
+        return fingerprint_prompting(self.tokenizer, self.folder)
 
     def load(self) -> LoadedModel:
         """Read the weights, with our attention function, in eval mode and without gradients.

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ..contract.identity import fingerprint
 from ..contract.task import PLACEHOLDER, Sample, plain_turns
 from ..errors import BadInput
+from .prompting import apply_template
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,17 @@ class Prompt:
     question: tuple[int, ...]
     choices: tuple[Continuation, ...]
     reference: Continuation
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What is read before the answer."""
+        return self.context + self.question
+
+    @property
+    def sha256(self) -> str:
+        """16 digits that change with anything that is read or scored."""
+        scored = [(part.ids, part.scored) for part in (*self.choices, self.reference)]
+        return fingerprint([self.context, self.question, scored])
 
     def room(self, new_tokens: int) -> int:
         """Slots that question and answer may take after the context; new_tokens: generated at most."""
@@ -103,8 +116,8 @@ def render_turns(turns: list[dict[str, str]], tokenizer: Any, chat: bool, answer
         return plain_turns(turns)
     begun = answer and turns[-1]["role"] == "assistant"
     try:
-        return tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=answer and not begun, continue_final_message=begun
+        return apply_template(
+            tokenizer, turns, add_generation_prompt=answer and not begun, continue_final_message=begun
         )
     except Exception as error:  # jinja raises what the template raises
         raise BadInput(f"the chat template refuses a dialogue ({error}); use --template none") from error
@@ -121,7 +134,7 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PLACEHOLDER}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = apply_template(tokenizer, turns)
     except Exception:  # a template without model turns; jinja's errors share no base with ours
         return None
     tail = text.rpartition(PLACEHOLDER)[2]
@@ -168,7 +181,7 @@ def _in_template(content: str, tokenizer: Any, name: str) -> tuple[str, str, str
 def _apply(tokenizer: Any, content: str, name: str) -> str:
     turn = [{"role": "user", "content": content}]
     try:
-        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return apply_template(tokenizer, turn, add_generation_prompt=True)
     except Exception as error:  # jinja raises what the template raises
         raise BadInput(
             f"sample '{name}': the chat template refuses a single user turn ({error}); use --template none"

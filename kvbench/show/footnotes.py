@@ -11,6 +11,7 @@ from ..contract.cell import FULL
 from ..stats.intervals import FEW
 from .words import join
 
+SEEN = 0.2  # instructions and templates that training and test share stay below
 INTERVAL = "95% interval over samples, Wilson's where answers are counted, else by bootstrap (BCa)"
 
 
@@ -21,9 +22,21 @@ def footnotes(lines: pd.DataFrame) -> list[str]:
         notes.append(f"[lo,hi]: {INTERVAL}.")
     if (lines["metric"] == "eviction_cost").any():
         notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
-    notes += note_few(lines) + note_fitting(lines, lines["label"])
+    notes += note_seen(lines, lines["label"]) + note_few(lines) + note_fitting(lines, lines["label"])
     notes += _note_majority(lines) + _note_pinned(lines) + _note_missing(lines) + _note_layers(lines)
     return notes
+
+
+def note_seen(lines: pd.DataFrame, labels: pd.Series) -> list[str]:
+    """How much of the prompts learned weights were trained on. labels: of each line."""
+    shares = lines["seen_share"].groupby(labels, sort=False).mean().dropna()
+    if shares.empty:
+        return []
+    told = join([f"{share:.0%} ({label})" for label, share in shares.items()])
+    text = f"Of the 8-token runs of these prompts, weights were trained on {told}"
+    if shares.max() < SEEN:
+        return [f"{text}."]
+    return [f"NOT UNSEEN TEXT. {text}: what they remember may count as what they learned."]
 
 
 def note_few(lines: pd.DataFrame) -> list[str]:

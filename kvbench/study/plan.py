@@ -91,8 +91,9 @@ def check_trained(policy: Policy, name: str, model: TrainedFor) -> None:
         f"are for (layers, KV heads, head size) {fitting}, {name} has {asked}"
     )  # fmt: skip
     raise BadInput(
-        f"the weights of {spec_of(policy)} {reason}. Train some for it: kvbench trace --model {name} "
-        f"--task needle,ruler/niah_single_2,ruler/niah_multikey_2,ruler/vt --length 350-700 --samples 96 "
-        f"--out traces, then kvbench train --policy {policy.name} --traces traces "
+        f"the weights of {spec_of(policy)} {reason}. Train some for it, with a seed and a text that no "
+        f"evaluation uses: kvbench trace --model {name} --task ruler/niah_single_2:haystack=docstrings,"
+        "ruler/niah_multikey_1:haystack=docstrings,ruler/niah_multikey_2 --seed 1000 --length 350-700 "
+        f"--samples 128 --out traces, then kvbench train --policy {policy.name} --traces traces "
         f"--out {policy.name}.safetensors, then --policy {policy.name}:weights={policy.name}.safetensors"
     )

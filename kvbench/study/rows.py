@@ -60,8 +60,14 @@ def measured_row(
 
 
 def _read_row(work: Workload, cell: Cell, sample: Sample, prompt: Prompt) -> Row:
-    row = _blank(work, cell, sample)
-    return replace(row, context_tokens=len(prompt.context), question_tokens=len(prompt.question))
+    seen = cell.policy.seen_text if cell.policy else None
+    return replace(
+        _blank(work, cell, sample),
+        context_tokens=len(prompt.context),
+        question_tokens=len(prompt.question),
+        prompt_sha256=prompt.sha256,
+        seen_share=seen.share(prompt.ids) if seen else None,
+    )
 
 
 def failed_rows(work: Workload, sample: Sample, wanted: Set[str], reason: str) -> list[Row]:

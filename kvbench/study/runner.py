@@ -96,6 +96,7 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
     fixed = {
         "model": opened.name,
         "model_sha256": opened.sha256,
+        "prompting_sha256": opened.prompting_sha256,
         "model_revision": opened.revision,
         "dtype": str(opened.dtype).removeprefix("torch."),
         "device": opened.device.type,

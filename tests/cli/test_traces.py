@@ -159,7 +159,7 @@ def test_policies_without_a_trainer_are_refused() -> None:
 
 
 def test_settings_reach_the_recipe(weights: str) -> None:
-    _, shape, card = read_weights(Path(weights))
+    _, shape, card, _ = read_weights(Path(weights))
     wanted = replace(RECIPES["cpu"], steps=20, hidden=16, pins="none", last_lr=1e-5)
     assert card["recipe"] == asdict(wanted)
     assert wanted.objective != KVPRecipe().objective  # or the recipe's own settings would not show

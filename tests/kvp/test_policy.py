@@ -63,7 +63,7 @@ def test_a_kept_token_scores_the_same_in_every_chunk(
     path = weights_of(tmp_path, len(layers), position)
     cells = cells_of([f"kvp:weights={path}"], [33], "chunked")
     try_out(lm, prompt_of(), cells)
-    stacked, shape, _ = read_weights(Path(path))
+    stacked, shape, *_ = read_weights(Path(path))
     known: dict[tuple[int, int, int], float] = {}
     again = 0
     for seen, found in calls:
@@ -128,7 +128,7 @@ def test_trained_weights_run_on_their_model(
 
 
 def test_the_card_says_what_the_weights_are(folder: str, trained: str) -> None:
-    _, shape, card = read_weights(Path(trained))
+    _, shape, card, _ = read_weights(Path(trained))
     opened = open_model(folder, device="cpu")
     assert (shape.layers, shape.kv_heads, shape.dim, shape.hidden) == (LAYERS, KV_HEADS, HEAD_DIM, 16)
     assert card["model_sha256"] == opened.sha256
