@@ -316,15 +316,10 @@ def test_a_task_by_its_name_equals_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize("chat", [True, False])
 def test_an_answer_prefix_is_followed_by_a_space(chat: bool, tmp_path: Path) -> None:
     """As in lm-eval: a reference that nobody would write ("is" + "A") measures nothing."""
-    sample = first("lm_eval:arc_challenge_chat", tmp_path, ARC, chat=chat)
-    assert sample.question.endswith("The best answer is")
+    four = ARC | {"choices": {"text": ["Oxygen", "Neon", "Iron", "Salt"], "label": ["1", "2", "3", "4"]}}
+    sample = first("lm_eval:arc_challenge_chat", tmp_path, four, chat=chat)
+    assert (sample.context + sample.question).endswith("The best answer is")
     assert sample.reference == " A"
-
-
-def test_without_an_answer_prefix_the_template_opens_the_turn(tmp_path: Path) -> None:
-    row = {"question": "One and one?", "answer": "Two.\n#### 2"}
-    references = [first("lm_eval:gsm8k", tmp_path, row, chat=chat).reference for chat in (True, False)]
-    assert references == ["Two.\n#### 2", " Two.\n#### 2"]
 
 
 def test_a_context_column_withholds_the_rest(tmp_path: Path) -> None:
