@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from .contract.task import Samples as Samples
     from .contract.task import Setting as Setting
     from .contract.task import Task as Task
+    from .contract.wrapper import Wrapper as Wrapper
     from .errors import BadInput as BadInput
     from .errors import KvbenchError as KvbenchError
     from .errors import PluginError as PluginError
@@ -50,6 +51,7 @@ HOMES = {
     "contract.policy": ("Policy", "TrainedFor", "param"),
     "contract.registry": ("register", "register_task"),
     "contract.task": ("Answer", "Sample", "Samples", "Setting", "Task"),
+    "contract.wrapper": ("Wrapper",),
     "errors": ("BadInput", "KvbenchError", "PluginError", "UnknownName", "UnsupportedModel"),
     "study.config": ("RunConfig",),
     "study.runner": ("RunResult", "run"),
