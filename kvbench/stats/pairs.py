@@ -30,7 +30,7 @@ FLAGS = ("beats_full", "below_majority", "majority", "majority_label", "seen_sha
 COLUMNS = [
     "task", "policy", "baseline", "budget", "metric", "unit", "mean", "baseline_mean", "difference", "lo",
     "hi", "n", "n_fit", "win", "tie", "loss", "p_sign", "test", "p", "p_holm", "detectable", "beats_full",
-    "below_majority", "majority", "majority_label", "seeds",
+    "below_majority", "majority", "majority_label", "seen_share", "seeds",
 ]  # fmt: skip
 
 

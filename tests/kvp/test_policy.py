@@ -25,6 +25,10 @@ from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.command import TRAINER
 from kvbench.policies.kvp.policy import KVP
 from kvbench.policies.kvp.scorer import ScorerShape, ScorerWeights, position_features, scores
+from kvbench.show.comparison_table import render_comparison
+from kvbench.show.table import render
+from kvbench.stats.aggregate import aggregate
+from kvbench.stats.compare import compare
 from tests.kvp import make
 from tests.laws.lab import CHUNK, cell_of, cells_of, loaded, prompt_of, same_positions, try_out
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS
@@ -125,6 +129,28 @@ def test_trained_weights_run_on_their_model(
     mine = result.rows[result.rows["policy"] == "kvp"]
     assert sorted(mine["kept"]) == [24, 24, 30, 30]
     assert calls
+
+
+@pytest.mark.usefixtures("story")
+def test_training_on_what_is_tested_is_told(folder: str, tmp_path: Path, trained: str) -> None:
+    """Four stories of seed 0 trained the weights; those of another seed have other words."""
+    found = {}
+    for seed in (0, 1):
+        config = kvbench.RunConfig(
+            (f"kvp:weights={trained}", "knorm"), ("story:length=60",), (24,), folder, limit=2, seed=seed,
+            device="cpu", out=str(tmp_path / str(seed)),
+        )  # fmt: skip
+        rows = kvbench.run(config, progress=False).rows
+        shares = rows.groupby("policy", sort=False)["seen_share"].mean()
+        assert shares.isna().to_dict() == {"full": True, "kvp": False, "knorm": True}
+        text = render(aggregate(rows)) + render_comparison(compare(rows, metrics=["nll"]))
+        found[seed] = shares["kvp"], text
+    assert found[0][0] == 1.0
+    assert found[0][1].count(
+        "NOT UNSEEN TEXT. Of the 8-token runs of these prompts, weights were trained on 100% (kvp"
+    )
+    assert found[1][0] < 0.5
+    assert found[1][1].count(f"weights were trained on {found[1][0]:.0%} (kvp") >= 2
 
 
 def test_the_card_says_what_the_weights_are(folder: str, trained: str) -> None:
