@@ -46,6 +46,8 @@ class Policy(ABC):
     pins: tokens that the published method always keeps (`--pins native`).
     ranking: one sentence: how the published keep/evict rule becomes a total order.
     repeated: one sentence: what repeated application, after each chunk, means.
+    exactness: what its definition is from: official code, paper, abstract or notes, or ours. parity: the
+    implementation whose kept sets the tests compare, or none.
     bracket: "lower" or "upper" for reference policies that bound the others in figures.
     color: matplotlib colour; None derives one from the name.
     trainer: "module:function" behind `kvbench train --policy NAME`, for learned policies.
@@ -57,6 +59,8 @@ class Policy(ABC):
     needs: ClassVar[frozenset[Need]] = frozenset()
     ranking: ClassVar[str] = "by descending score"
     repeated: ClassVar[str] = "scores kept and new tokens again after each chunk"
+    exactness: ClassVar[str] = "ours"
+    parity: ClassVar[str] = "none"
     bracket: ClassVar[str | None] = None
     color: ClassVar[str | None] = None
     trainer: ClassVar[str | None] = None

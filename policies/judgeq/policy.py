@@ -52,6 +52,7 @@ class JudgeQ(Policy):
     """
 
     needs = frozenset({Need.KEYS, Need.PROBE})
+    exactness = "abstract"
     ranking = "by descending mean attention of the soft tokens; nothing is pinned"
     repeated = "the soft tokens are read again after each chunk, over kept and new tokens"
     color = "#117733"

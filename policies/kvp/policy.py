@@ -40,6 +40,7 @@ class KVP(Policy):
     """
 
     needs = frozenset({Need.KEYS, Need.VALUES})
+    exactness = "paper"
     ranking = "native: by descending score; the first 4 and last 16 tokens are pinned before it"
     repeated = "scores use original positions, so kept tokens score the same again"
     color = "#882255"
