@@ -51,6 +51,11 @@ class AnswerRequest:
     sample: Sample
     draft: bool = True
 
+    @property
+    def tokens(self) -> int:
+        """Of the whole sample: the prompt and what may follow."""
+        return len(self.prompt.context) + self.prompt.room(self.sample.max_new_tokens)
+
 
 @dataclass(frozen=True)
 class AnswerSet:
