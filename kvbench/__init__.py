@@ -6,7 +6,11 @@ Everything that a policy, a task or a plugin package needs is found here by name
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("kvbench runs on Linux and macOS only; on Windows use WSL")
 
 if TYPE_CHECKING:
     from .contract.attention_sums import attention_rows as attention_rows

@@ -9,7 +9,7 @@ import typer
 from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of, split_specs
 from ..contract.spec import split_name
 from ..errors import BadInput, UnknownName
-from .options import Device, DType, ExecutorName, ModelName, OutFolder, RayAddress, Workers
+from .options import Device, DType, ExecutorName, ModelName, OutFolder, RayAddress, TemplateArgs, Workers
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -30,6 +30,7 @@ def trace(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
     data: Annotated[str | None, typer.Option(help="jsonl file of the task's samples.")] = None,
+    template_arg: TemplateArgs = None,
     under: Annotated[
         str | None, typer.Option(help="POLICY:BUDGET: record future attention after this eviction.")
     ] = None,
@@ -53,6 +54,7 @@ def trace(
     config = TraceConfig(
         tasks=tuple(specs), samples=samples, out=out, model=model, length=length, seed=seed,
         data=data, under=under, response=response, store=store, device=device, dtype=dtype,
+        template_args=tuple(template_arg or ()),
     )  # fmt: skip
     found = collect(config, announce=typer.echo, executor=make_executor(executor, workers, ray_address))
     typer.echo(f"{len(found)} traces in {out}")

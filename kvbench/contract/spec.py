@@ -8,6 +8,7 @@ commas or parameters of its own stands in brackets: `chunk_kv:base=(snapkv:windo
 
 from __future__ import annotations
 
+import json
 import math
 import types
 import typing
@@ -156,6 +157,24 @@ def _named(values: dict[str, str], known: dict[str, Parameter], asked: str) -> d
     if needed is None or needed in values:
         raise BadInput(f"'{values[FIRST]}' has no name: write parameters of {asked} as NAME=VALUE,NAME=VALUE")
     return {needed if key == FIRST else key: value for key, value in values.items()}
+
+
+def parse_template_args(given: Iterable[str]) -> dict[str, Any]:
+    """The values of "KEY=VALUE" texts: true, false, none, numbers, else text. Raises: BadInput."""
+    values: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (equals and name.isidentifier() and value) or name in values:
+            raise BadInput(f"--template-arg '{text}': write KEY=VALUE, each key once")
+        if value.lower() in ("none", "null"):
+            values[name] = None
+            continue
+        try:
+            read = json.loads(value.lower())
+        except ValueError:
+            read = value
+        values[name] = read if isinstance(read, bool | int | float) else value
+    return values
 
 
 def spec_of(instance: Any) -> str:

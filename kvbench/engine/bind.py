@@ -115,6 +115,12 @@ def validated_probe(policy: Policy, lm: LoadedModel) -> Tensor:
 
 def check_room(policy: Policy, lm: LoadedModel, start: int, count: int) -> str:
     """Why so many extra tokens cannot be read from a position on; "" where they can."""
+    if not lm.rotation.fits(start + count):
+        return (
+            f"policy '{policy.name}': {start} tokens and its {count} extra ones are more than "
+            f"{lm.rotation.border}, from which on {lm.name} rotates by other factors than this sample; use "
+            "other lengths"
+        )
     if start + count <= lm.geometry.max_length:
         return ""
     return (

@@ -64,13 +64,14 @@ def evaluate(
     cells: of any schedules; one without a policy gets the full cache's measurement. key: of the sample's
     random draws. draft: verify the full cache's answer in one pass before writing what differs. A policy that
     breaks its contract fails its own cells only; if it writes into what others see, the sample is read anew
-    without it.
+    without it. All its forwards are rotated as one over the whole sample (see `model.rotation`).
     """
     refused: dict[Policy, str] = {}
     request = AnswerRequest(lm, prompt, sample, draft)
     while True:
         try:
-            return _evaluate(request, cells, key, refused)
+            with lm.rotation.whole(request.tokens):
+                return _evaluate(request, cells, key, refused)
         except InputsWritten as error:
             refused[error.policy] = str(error)
 

@@ -52,6 +52,7 @@ class TraceConfig:
     store: str = "float16"
     device: str = "auto"
     dtype: str = "auto"
+    template_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -213,7 +214,7 @@ def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> l
     task = TASKS.parse(spec)
     options = SampleOptions(
         "withheld",  # a trace's boundary is where the question begins, whatever the task shows
-        limit=count, seed=config.seed, data=config.data,
+        limit=count, seed=config.seed, data=config.data, template_args=config.template_args,
     )  # fmt: skip
     found = []
     for sample, prompt in prepare(task, opened, options).items:
@@ -230,7 +231,9 @@ def _length(prompt: Prompt) -> int:
 
 def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
     geometry = opened.geometry
+    given = {"template_args": list(config.template_args)} if config.template_args else {}
     return {
+        **given,
         "model": opened.name,
         "model_sha256": opened.sha256,
         "layers": len(geometry.full_layers),

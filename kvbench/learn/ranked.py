@@ -206,6 +206,11 @@ def probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[P
             f"{policy.name} reads extra tokens, which need every layer, and traces of {lm.name} lack the "
             "layers with a sliding window: measure it with kvbench run"
         )
+    with lm.rotation.whole(trace.info.tokens):
+        return _probe_trace(lm, trace, n, policy)
+
+
+def _probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[ProbeLayer]:
     tokens = validated_probe(bind_policy(lm, policy), lm)
     if why := check_room(policy, lm, n, len(tokens)):
         raise PluginError(why)

@@ -57,6 +57,12 @@ class _Recorder:
 @torch.inference_mode()
 def answer_prompt(lm: LoadedModel, prompt: Prompt) -> Prompt:
     """The prompt with the model's own greedy answer as reference: as long as the given one at most."""
+    with lm.rotation.whole(len(prompt.context) + prompt.room(0)):
+        answer = _write_answer(lm, prompt)
+    return replace(prompt, reference=Continuation(tuple(answer), len(answer)))
+
+
+def _write_answer(lm: LoadedModel, prompt: Prompt) -> list[int]:
     start = len(prompt.context) + len(prompt.question)
     cache = Cache.empty(lm.geometry.layers, start + len(prompt.reference.ids))
     ids = torch.tensor([*prompt.context, *prompt.question], device=lm.device)
@@ -68,7 +74,7 @@ def answer_prompt(lm: LoadedModel, prompt: Prompt) -> Prompt:
             break
         answer.append(token)
         ids = torch.tensor([token], device=lm.device)
-    return replace(prompt, reference=Continuation(tuple(answer), len(answer)))
+    return answer
 
 
 @torch.inference_mode()
@@ -76,6 +82,14 @@ def record(
     lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str
 ) -> Recording:
     """One prompt followed by its reference: queries, keys, values per full-attention layer; scaling; ids."""
+    tokens = len(prompt.context) + len(prompt.question) + len(prompt.reference.ids)
+    with lm.rotation.whole(tokens):
+        return _record(lm, prompt, dtype, eviction, name)
+
+
+def _record(
+    lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str
+) -> Recording:
     recorder = _Recorder(lm.geometry.full_layers, dtype)
     context = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
     rest = torch.tensor([*prompt.question, *prompt.reference.ids], device=lm.device)

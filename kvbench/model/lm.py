@@ -12,6 +12,7 @@ from typing import Any
 from ..contract.model_description import ModelDescription
 from ..contract.policy import Policy
 from .geometry import Geometry
+from .rotation import Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +62,11 @@ class LoadedModel:
         from .hook import find_attention
 
         return find_attention(self.model, self.device, self.dtype)
+
+    @cached_property
+    def rotation(self) -> Rotation:
+        """How positions become rotations; chosen once for a sample (see `Rotation.whole`)."""
+        return Rotation(self.model, self.geometry.rotation_border)
 
     def bind(self, policy: Policy) -> Policy:
         """A policy ready for this model: bound once, and again when what it learned has changed."""

@@ -17,6 +17,7 @@ from typing import Any
 from ..contract.hub import hub_reachable
 from ..errors import BadInput, UnknownName, UnsupportedModel
 from ..model import gguf
+from .blueprint import check_blueprint
 from .files import check_complete, check_folder, check_tokenizer, check_weights, fingerprint_folder, readable
 from .geometry import Geometry, drop_idle_window, read_geometry
 from .lm import LoadedModel as LoadedModel  # others import it from here
@@ -38,6 +39,7 @@ HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+TWICE = ["consolidated*", "original/*"]  # the same weights once more, in another format
 
 
 SPREAD = "cuda:all"  # the device of a model that is split over several
@@ -161,6 +163,7 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         geometry = read_geometry(config)
         drop_idle_window(config)
+        check_blueprint(config, geometry)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UnsupportedModel(
@@ -242,7 +245,9 @@ def _folder(name: str) -> tuple[Path, str | None]:
         repo, _, wanted = name.partition("@")
         revision = wanted or None
     try:
-        folder = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=FILES))
+        folder = Path(
+            hub.snapshot_download(repo, revision=revision, allow_patterns=FILES, ignore_patterns=TWICE)
+        )
     except Exception as error:  # of the network, of the hub, of the disk
         raise BadInput(
             f"model '{name}' could not be downloaded ({error}): run it again, what is complete is kept"

@@ -8,14 +8,19 @@ prompt/continuation in `_continuations`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 from ..contract.identity import fingerprint
 from ..contract.task import PLACEHOLDER, Sample, plain_turns
 from ..errors import BadInput
 from .prompting import apply_template
+
+THOUGHT = re.compile(r"<(/?)(think|thinking|thought|reasoning)>")
 
 
 @dataclass(frozen=True)
@@ -139,7 +144,37 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     tail = text.rpartition(PLACEHOLDER)[2]
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"] if tail else []
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+    return ids[0] if ids and _is_special(ids[0], tokenizer) else None
+
+
+def _is_special(token: int, tokenizer: Any) -> bool:
+    """Whether a token is special: by name, or only in the tokenizer's table of added tokens."""
+    added = tokenizer.added_tokens_decoder.get(token)
+    return token in tokenizer.all_special_ids or (added is not None and added.special)
+
+
+def open_thought(tokenizer: Any) -> str | None:
+    """The tag of a thought that the chat template opens for every answer and does not close, if any."""
+    turn = [{"role": "user", "content": PLACEHOLDER}]
+    try:
+        text = apply_template(tokenizer, turn, add_generation_prompt=True)
+    except Exception:  # jinja raises what the template raises; the first sample tells
+        return None
+    tags = THOUGHT.findall(text.rpartition(PLACEHOLDER)[2])
+    return f"<{tags[-1][1]}>" if tags and not tags[-1][0] else None
+
+
+def with_template_args(tokenizer: Any, given: Mapping[str, Any]) -> Any:
+    """The tokenizer with values for names that its chat template knows. Raises BadInput for others."""
+    template = tokenizer.chat_template
+    if not template:
+        raise BadInput("--template-arg: this tokenizer has no chat template; leave it out")
+    unknown = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", str(template))]
+    if unknown:
+        raise BadInput(f"--template-arg {unknown[0]}: the chat template of this model does not use that name")
+    filled = copy.copy(tokenizer)
+    filled.apply_chat_template = partial(tokenizer.apply_chat_template, **given)
+    return filled
 
 
 def _render(sample: Sample, tokenizer: Any, chat: bool) -> _PromptText:

@@ -8,6 +8,7 @@ from typing import Any
 import pandas as pd
 
 from ..contract.cell import FULL
+from ..stats.aggregate import FORCED
 from ..stats.intervals import FEW
 from .words import join
 
@@ -23,6 +24,7 @@ def footnotes(lines: pd.DataFrame) -> list[str]:
     if (lines["metric"] == "eviction_cost").any():
         notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
     notes += note_seen(lines, lines["label"]) + note_few(lines) + note_fitting(lines, lines["label"])
+    notes += _note_forced(lines)
     notes += _note_majority(lines) + _note_pinned(lines) + _note_missing(lines) + _note_layers(lines)
     return notes
 
@@ -37,6 +39,16 @@ def note_seen(lines: pd.DataFrame, labels: pd.Series) -> list[str]:
     if shares.max() < SEEN:
         return [f"{text}."]
     return [f"NOT UNSEEN TEXT. {text}: what they remember may count as what they learned."]
+
+
+def _note_forced(lines: pd.DataFrame) -> list[str]:
+    """That learned weights were made for another file of the model."""
+    if FORCED not in lines:
+        return []
+    names = dict.fromkeys(lines.loc[lines[FORCED].fillna("") != "", "label"])
+    if not names:
+        return []
+    return [f"--force-weights: trained for a model with another fingerprint: {', '.join(names)}."]
 
 
 def note_few(lines: pd.DataFrame) -> list[str]:

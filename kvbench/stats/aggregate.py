@@ -34,6 +34,8 @@ COLUMNS = [
     "run", "config", "family",
 ]  # fmt: skip
 
+FORCED = "weights_for"  # one more column, where learned weights were forced onto another model
+
 Indices = NDArray[np.intp]
 
 
@@ -142,6 +144,7 @@ class Cells:
         self._columns: dict[str, NDArray[np.object_]] = {}
         self._numbers: dict[str, Floats] = {}
         self._kinds: dict[str, Kind] = {}
+        self._forced = FORCED in rows and rows[FORCED].fillna("").ne("").any()
 
     def column(self, name: str) -> NDArray[np.object_]:
         if name not in self._columns:
@@ -195,6 +198,8 @@ class Cells:
         line |= {"n_skipped": status["skipped"], "n_failed": status["failed"]}
         gold, line["majority_label"] = self.estimate(ok, "majority_rate")
         line["majority"] = gold.value
+        if self._forced:
+            line[FORCED] = self.column(FORCED)[first]
         line["reasons"] = "; ".join(f"{text} ({count})" for text, count in sorted(reasons.items()))
         return line
 
@@ -236,7 +241,8 @@ def _known(values: Floats) -> Floats:
 
 def _order_lines(lines: list[dict[str, Any]], rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Types, and a stable order: tasks and policies as they first appear in the file, full first."""
-    frame = pd.DataFrame(lines, columns=COLUMNS, dtype="object")
+    forced = [FORCED] if any(FORCED in line for line in lines) else []
+    frame = pd.DataFrame(lines, columns=[*COLUMNS, *forced], dtype="object")
     real = ["mean", "lo", "hi", "kept", "context_tokens", "seen_share", "majority"]
     whole = ["budget", "chunk", "evicted_layers", "layers", "n", "n_fit", "n_skipped", "n_failed"]
     frame = frame.astype({**dict.fromkeys(real, "float64"), **dict.fromkeys(whole, "Int64")})

@@ -106,6 +106,11 @@ def _blank(work: Workload, cell: Cell, sample: Sample) -> Row:
 def _notes(work: Workload, cell: Cell, sample: Sample) -> list[str]:
     """What a reader of the row must know, beside its numbers."""
     notes = [sample.note]
+    if work.samples.thought:
+        notes.append(
+            f"the chat template opens a thought ({work.samples.thought}): answer, choices and reference "
+            "stand inside it; where the template can close it, --template-arg does (enable_thinking=false)"
+        )
     if (sample.bare or not sample.context) and work.plan.question == "withheld":
         notes.append(NO_CONTEXT)
     if cell.budget is not None and 0 < cell.pins.total >= cell.budget:

@@ -174,6 +174,11 @@ def run_stages(lm: LoadedModel, ids: Tensor, cells: Sequence[Cell], new_tokens: 
 
     new_tokens: decoded one by one, greedily, from each compacted cache and from the full one.
     """
+    with lm.rotation.whole(ids.shape[0] + new_tokens):
+        return _run_stages(lm, ids, cells, new_tokens)
+
+
+def _run_stages(lm: LoadedModel, ids: Tensor, cells: Sequence[Cell], new_tokens: int) -> PassTimes:
     release()
     clock = Clock(devices_of(lm.model))
     n = ids.shape[0]
