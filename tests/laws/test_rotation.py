@@ -111,8 +111,8 @@ def test_samples_do_not_change_each_other() -> None:
 def test_traces_hold_the_keys_of_the_plain_model() -> None:
     lm, _ = models("phi3")
     _, prompt = sampled(BORDER - 4)
-    whole, _ = record(lm, prompt, torch.float32, None, "a")
-    parts, _ = record(lm, prompt, torch.float32, Cell(POLICIES.parse("knorm"), BORDER), "a")
+    whole, *_ = record(lm, prompt, torch.float32, None, "a")
+    parts, *_ = record(lm, prompt, torch.float32, Cell(POLICIES.parse("knorm"), BORDER), "a")
     for (_, one, _), (_, two, _) in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, two, atol=1e-4, rtol=0)
 
