@@ -15,11 +15,13 @@ Each message says what was asked, what is allowed and what to do.
 from __future__ import annotations
 
 import difflib
+import logging
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+LOG = logging.getLogger("kvbench")
 LIBRARIES = frozenset({"torch", "numpy", "transformers"})  # a plugin's mistake may show there first
 
 
@@ -76,7 +78,11 @@ class WorkersLost(KvbenchError):
 
 
 def place_of(error: BaseException) -> str:
-    """ " (FILE, line N)" of the plugin's code that an error comes from, or "" where there is none."""
+    """ " (FILE, line N)" of the plugin's code that an error comes from, or "" where there is none.
+
+    The whole traceback goes to the log, at level DEBUG; `--traceback` shows it.
+    """
+    LOG.debug("traceback of a plugin", exc_info=error)
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         parts = Path(frame.filename).parts
         engine = "kvbench" in parts and not {"policies", "tasks"} & set(parts)

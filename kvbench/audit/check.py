@@ -80,7 +80,7 @@ def check_policy(spec: str, layers: Layers = specimens) -> list[Finding]:
     with torch.inference_mode():  # torch counts no writes there: what is written is found by its values
         scored = _score_all(policy, layers(policy.trained_for))
         steady = _tried("is deterministic, whatever was scored before", scored, _changed)
-        if not steady.passed:  # what compares scores would blame whatever it changed
+        if scored.scores and not steady.passed:  # what compares scores would blame whatever it changed
             scored.unsteady = "not tried: the same layer gets another score each time"
         return [
             *written,

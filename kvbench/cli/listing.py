@@ -8,13 +8,14 @@ import typer
 
 from ..errors import BadInput
 from .lazy_torch import without_torch
-from .options import FAILED, console, print_findings
+from .options import FAILED, Traceback, console, print_findings
 
 LISTED = ("policies", "tasks", "models", "figures")
 
 
 def list_(
     what: Annotated[str, typer.Argument(help="What to list: policies, tasks, models or figures.")],
+    traceback: Traceback = False,
 ) -> None:
     """List policies, tasks, models or figures, including plugins that failed to load, and why."""
     if what not in LISTED:
@@ -25,7 +26,10 @@ def list_(
         console().print(part)
 
 
-def info(name: Annotated[str, typer.Argument(help="A policy or task, with or without parameters.")]) -> None:
+def info(
+    name: Annotated[str, typer.Argument(help="A policy or task, with or without parameters.")],
+    traceback: Traceback = False,
+) -> None:
     """Describe a policy or task: parameters, the source of every default, needs, pins, ranking."""
     from . import describe
 
@@ -34,7 +38,10 @@ def info(name: Annotated[str, typer.Argument(help="A policy or task, with or wit
         console().print()
 
 
-def check(name: Annotated[str, typer.Argument(help="A policy, with or without parameters.")]) -> None:
+def check(
+    name: Annotated[str, typer.Argument(help="A policy, with or without parameters.")],
+    traceback: Traceback = False,
+) -> None:
     """Run the contract checks on a policy, built-in or your own."""
     from ..audit.check import check_policy
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from .. import __version__
-from ..errors import KvbenchError
+from ..errors import LOG, KvbenchError
 from . import results, traces
 from .figures import figure
 from .listing import check, info, list_
@@ -31,6 +31,7 @@ class Commands(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KvbenchError as error:
+            LOG.debug("traceback", exc_info=error.__cause__ or error)
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(REFUSED) from error
         except KeyboardInterrupt as error:

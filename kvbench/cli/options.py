@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..contract.cell import FULL
-from ..errors import BadInput
+from ..errors import LOG, BadInput
 from ..study.executors import Executor, Local
 
 if TYPE_CHECKING:
@@ -43,6 +45,48 @@ Workers = Annotated[
 ]
 RayAddress = Annotated[
     str | None, typer.Option(help="Ray cluster; default: RAY_ADDRESS, a local cluster, or a new one.")
+]
+
+
+class _Tracebacks(logging.StreamHandler[Any]):
+    """Shows every traceback once: a policy that fails, fails in each sample."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._shown: set[tuple[str, ...]] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info and record.exc_info[1]
+        if error:
+            place = (repr(error), *traceback.format_tb(error.__traceback__))
+            if place not in self._shown:
+                self._shown.add(place)
+                super().emit(record)
+
+
+def _show_tracebacks(context: typer.Context, asked: bool) -> bool:
+    """Show what plugins raise, until the command ends."""
+    if asked:
+        handler, level = _Tracebacks(), LOG.level
+
+        def undo() -> None:
+            LOG.removeHandler(handler)
+            LOG.setLevel(level)
+
+        LOG.addHandler(handler)
+        LOG.setLevel(logging.DEBUG)
+        context.find_root().call_on_close(undo)  # after the message of an error that ends the command
+    return asked
+
+
+Traceback = Annotated[
+    bool,
+    typer.Option(
+        "--traceback",
+        callback=_show_tracebacks,
+        is_eager=True,
+        help="Show the whole traceback of a policy or task that fails (in this process).",
+    ),
 ]
 
 

@@ -9,7 +9,7 @@ import typer
 from ..contract.cell import FULL
 from ..contract.registry import split_specs
 from ..errors import BadInput
-from .options import FAILED, print_findings, tasks_of
+from .options import FAILED, Traceback, print_findings, tasks_of
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -133,6 +133,7 @@ def rerun(
     out: Annotated[
         str | None, typer.Option(help="Folder to keep the repeated rows in; default: not kept.")
     ] = None,
+    traceback: Traceback = False,
 ) -> None:
     """Repeat a run from its manifest and report the rows that differ."""
     from ..audit.rerun import rerun as repeat

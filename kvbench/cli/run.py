@@ -19,6 +19,7 @@ from .options import (
     OutFolder,
     RayAddress,
     TemplateArgs,
+    Traceback,
     Workers,
     make_executor,
     parse_budgets,
@@ -76,6 +77,7 @@ def run(
     executor: ExecutorName = "local",
     workers: Workers = None,
     ray_address: RayAddress = None,
+    traceback: Traceback = False,
 ) -> None:
     """Evaluate policies on tasks at every budget. Repeating a command resumes its run folder.
 
@@ -93,7 +95,12 @@ def run(
     _refuse_unknown(config)
     result = _run(config, executor, workers, ray_address)
     _report(result)
-    if result.failed:
+    measured = bool((result.rows["status"] == "ok").any())
+    if not measured:
+        typer.echo("error: no sample gave a result; the reasons stand above", err=True)
+    else:
+        typer.echo(f"next: kvbench plot {result.path}")
+    if result.failed or not measured:
         raise typer.Exit(FAILED)
 
 
@@ -132,4 +139,3 @@ def _report(result: RunResult) -> None:
         typer.echo(f"peak memory: {format_size(result.peak)}")
     typer.echo(f"computed {result.computed} rows, reused {result.reused}")
     typer.echo(f"rows: {result.path}")
-    typer.echo(f"next: kvbench plot {result.path}")

@@ -9,7 +9,7 @@ import typer
 from ..contract.registry import POLICIES, expand_policies, split_specs
 from ..contract.spec import split_name
 from ..errors import BadInput
-from .options import Device, DType, ModelName, OutFolder
+from .options import Device, DType, ModelName, OutFolder, Traceback
 
 
 def speed(
@@ -24,6 +24,7 @@ def speed(
     device: Device = "auto",
     dtype: DType = "auto",
     out: OutFolder = None,
+    traceback: Traceback = False,
 ) -> None:
     """Time prefill, scoring, ranking, compaction and decoding; count operations; measure peak memory.
 

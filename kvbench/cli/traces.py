@@ -9,7 +9,17 @@ import typer
 from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of, split_specs
 from ..contract.spec import split_name
 from ..errors import BadInput, UnknownName
-from .options import Device, DType, ExecutorName, ModelName, OutFolder, RayAddress, TemplateArgs, Workers
+from .options import (
+    Device,
+    DType,
+    ExecutorName,
+    ModelName,
+    OutFolder,
+    RayAddress,
+    TemplateArgs,
+    Traceback,
+    Workers,
+)
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -43,6 +53,7 @@ def trace(
     executor: ExecutorName = "local",
     workers: Workers = None,
     ray_address: RayAddress = None,
+    traceback: Traceback = False,
 ) -> None:
     """Record queries, keys and values of every layer, one forward pass per sample; resumable."""
     specs = expand_tasks(split_specs(task))
@@ -72,6 +83,7 @@ def train(
     executor: ExecutorName = "local",
     workers: Workers = None,
     ray_address: RayAddress = None,
+    traceback: Traceback = False,
 ) -> None:
     """Train a policy on recorded traces. Resumable; equal seeds give equal weights.
 
@@ -116,6 +128,7 @@ def eviction_error(
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of split points and of random policies.")] = 0,
     out: OutFolder = None,
+    traceback: Traceback = False,
 ) -> None:
     """Measure eviction cost and missed mass on recorded traces. A model is loaded for soft tokens only."""
     import json

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
-from ..errors import BadInput, KvbenchError, PluginError, UnknownName
+from ..errors import BadInput, KvbenchError, PluginError, UnknownName, place_of
 from .cell import FULL
 from .policy import Policy
 from .spec import FIRST, Parameter, build, parameters, spec_of, split_name, split_specs
@@ -160,7 +160,8 @@ class Registry:
         except (Exception, SystemExit) as error:
             self._classes.pop(name, None)  # its decorator may have run before the failure
             raise PluginError(
-                f"{told} cannot be imported: {type(error).__name__}: {error}. Repair or uninstall it."
+                f"{told} cannot be imported: {type(error).__name__}: {error}{place_of(error)}. Repair or "
+                "uninstall it."
             ) from error
         if not (isinstance(cls, type) and issubclass(cls, self.base)):
             raise PluginError(f"{told} is not a class that extends {self.base.__name__}")

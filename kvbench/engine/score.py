@@ -55,7 +55,7 @@ def score_and_flag(
     try:
         score = policy.score(seen.limited_to(frozenset(policy.needs if needs is None else needs)))
     except PluginError as error:
-        raise PluginError(f"policy '{name}', layer {seen.layer}: {error}") from error
+        raise PluginError(f"policy '{name}', layer {seen.layer}: {error}{place_of(error)}") from error
     except KvbenchError:
         raise
     except (Exception, SystemExit) as error:

@@ -25,6 +25,7 @@ def footnotes(lines: pd.DataFrame) -> list[str]:
         notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
     notes += note_seen(lines, lines["label"]) + note_few(lines) + note_fitting(lines, lines["label"])
     notes += _note_forced(lines)
+    notes += note_empty(lines, lines["label"])
     notes += _note_majority(lines) + _note_pinned(lines) + _note_missing(lines) + _note_layers(lines)
     return notes
 
@@ -68,6 +69,16 @@ def note_fitting(lines: pd.DataFrame, labels: pd.Series) -> list[str]:
         who = "" if every else f" ({', '.join(map(str, part['label']))})"
         texts.append(f"{fit} of {n} samples at {budget}{who}")
     return [f"The whole context fits, so that nothing is evicted: {'; '.join(texts)}."] if texts else []
+
+
+def note_empty(lines: pd.DataFrame, labels: pd.Series) -> list[str]:
+    """Where the model wrote nothing: agreement counts two empty answers as equal. labels: of each line."""
+    cells = lines.assign(label=labels)[lines["n_empty"] > 0].drop_duplicates(["label", "budget"])
+    texts = [
+        f"{label}{'' if pd.isna(budget) else f' at {budget}'}: {empty} of {n} samples"
+        for label, budget, empty, n in cells[["label", "budget", "n_empty", "n"]].to_numpy(dtype=object)
+    ]
+    return [f"Empty answers, two of which agree: {'; '.join(texts)}."] if texts else []
 
 
 def only_pins(lines: pd.DataFrame) -> pd.Series:

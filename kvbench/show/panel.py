@@ -12,7 +12,7 @@ import pandas as pd
 
 from ..contract.cell import FULL
 from ..contract.metrics import Metric, describe
-from ..stats.aggregate import CELL, aggregate, prepare_rows
+from ..stats.aggregate import CELL, LABELS, aggregate, prepare_rows
 from ..stats.compare import compare_all, per_sample
 from ..stats.panels import LINE_NAMES, main_metric, split_panels
 from ..store.frame import metrics_of
@@ -81,8 +81,8 @@ class Panel:
 
     @cached_property
     def judged(self) -> list[str]:
-        """Metrics that policies are judged by: the main one, and kl."""
-        return [name for name in self.metrics if name in (self.main, "kl")]
+        """Metrics that policies are judged by: the main one, and kl. No shares of labels."""
+        return [name for name in self.metrics if name in (self.main, "kl") and name not in LABELS]
 
     def about(self, metric: str) -> Metric:
         return describe(metric, metrics_of(self.lines))

@@ -29,7 +29,8 @@ LABELS = ("majority_rate", "label_share")
 CELL = (*ROW_SETTING, "spec", "budget", "pins", "family")  # rows that agree in these make one line
 COLUMNS = [
     "task", "policy", "budget", "metric", "unit", "mean", "lo", "hi", "n", "model", "schedule", "chunk",
-    "pins", "pins_mode", "question", "template", "seeds", "kept", "context_tokens", "n_fit", "seen_share",
+    "pins", "pins_mode", "question", "template", "seeds", "kept", "context_tokens", "n_fit", "n_empty",
+    "seen_share",
     "evicted_layers", "layers", "n_skipped", "n_failed", "reasons", "detail", "majority", "majority_label",
     "run", "config", "family",
 ]  # fmt: skip
@@ -58,7 +59,8 @@ def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.Da
     with NA (no budget: the full cache). n counts the different
     samples behind the mean; seeds ("0,1,2") are pooled, and config is the first row's. kept,
     context_tokens and seen_share are means; lo and hi are NaN for one sample. n_fit: samples whose whole
-    context fits the budget, so that nothing is evicted. reasons: why rows were skipped or failed.
+    context fits the budget, so that nothing is evicted. n_empty: samples with an empty
+    answer. reasons: why rows were skipped or failed.
     detail: the label that majority_rate or label_share is about. majority: the majority rate of the
     cell's samples (NaN unless a choice task), beside every metric.
     A configuration without any usable row keeps one line per metric of its task, with n = 0.
@@ -129,6 +131,21 @@ def nothing_evicted(rows: pd.DataFrame) -> NDArray[np.bool_]:
     return np.asarray((budget >= read) & (kept >= read))
 
 
+def empty_answers(rows: pd.DataFrame) -> NDArray[np.bool_]:
+    """(row,): whether the model was to write an answer and wrote none. Two empty answers agree.
+
+    A sample is to be answered in writing where `agreement` is known and there is no choice.
+    """
+    written = rows["label"].isna().to_numpy(dtype=bool) & (rows["status"] == "ok").to_numpy(dtype=bool)
+    blank = np.array([not text.strip() for text in rows["text"]], dtype=bool)
+    if "metric:agreement" not in rows or not (written & blank).any():
+        return np.zeros(len(rows), dtype=bool)
+    names = list(zip(rows["task_spec"], rows["sample"], strict=True))
+    known = rows["metric:agreement"].notna().to_numpy()
+    asked = {name for name, one in zip(names, written & known, strict=True) if one}
+    return written & blank & np.array([name in asked for name in names], dtype=bool)
+
+
 class Cells:
     """Rows (see `prepare_rows`) in groups that become lines. Columns are arrays: a frame is slow to slice.
 
@@ -141,6 +158,7 @@ class Cells:
         self._stored = metrics_of(rows)
         self.ok = (rows["status"] == "ok").to_numpy(dtype=bool)
         self.fits = nothing_evicted(rows)
+        self.empty = empty_answers(rows)
         self._columns: dict[str, NDArray[np.object_]] = {}
         self._numbers: dict[str, Floats] = {}
         self._kinds: dict[str, Kind] = {}
@@ -195,6 +213,7 @@ class Cells:
         line["n_fit"] = (
             len(set(self.column("sample")[ok[self.fits[ok]]])) if line["budget"] is not pd.NA else 0
         )
+        line["n_empty"] = len(set(self.column("sample")[members[self.empty[members]]]))
         line |= {"n_skipped": status["skipped"], "n_failed": status["failed"]}
         gold, line["majority_label"] = self.estimate(ok, "majority_rate")
         line["majority"] = gold.value
@@ -244,7 +263,7 @@ def _order_lines(lines: list[dict[str, Any]], rows: pd.DataFrame, names: Sequenc
     forced = [FORCED] if any(FORCED in line for line in lines) else []
     frame = pd.DataFrame(lines, columns=[*COLUMNS, *forced], dtype="object")
     real = ["mean", "lo", "hi", "kept", "context_tokens", "seen_share", "majority"]
-    whole = ["budget", "chunk", "evicted_layers", "layers", "n", "n_fit", "n_skipped", "n_failed"]
+    whole = ["budget", "chunk", "evicted_layers", "layers", "n", "n_fit", "n_empty", "n_skipped", "n_failed"]
     frame = frame.astype({**dict.fromkeys(real, "float64"), **dict.fromkeys(whole, "Int64")})
     inside = rows.sort_index()  # the file's order
     policies = list(dict.fromkeys([FULL, *inside["spec"]]))

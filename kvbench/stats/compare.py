@@ -13,7 +13,7 @@ from ..contract.cell import FULL
 from ..contract.metrics import NONE, Metric, describe
 from ..errors import BadInput, UnknownName
 from ..store.frame import metrics_of
-from .aggregate import LABELS, Cells, check_names, group_indices, list_metrics, prepare_rows
+from .aggregate import LABELS, Cells, check_names, empty_answers, group_indices, list_metrics, prepare_rows
 from .pairs import (
     COLUMNS,
     FLAGS,
@@ -40,7 +40,7 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
     takes each task's main one (see `per_sample`), and kl where the baseline has it. tasks: the manifest's
     section, for the main metrics. Returns `compare_pairs` of each metric with beats_full (a better mean than
     the full cache's by more than the interval of the difference), majority, majority_label and
-    below_majority (of the mean).
+    below_majority (of the mean), and n_empty (samples where the policy's answer is empty).
     Raises: as `compare_pairs`; BadInput when there is nothing to compare.
     """
     parts, stored = [], metrics_of(rows)
@@ -158,6 +158,7 @@ def add_flags(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     names = [name for name in frame["metric"].unique() if name in of_full]
     ahead = [_ahead(_against_full(frame, rows, name), describe(name, stored))[on] for name in names]
     frame = frame.merge(_majority_rates(rows), on=on, how="left").merge(_seen_shares(rows), how="left")
+    frame = frame.merge(_empty_counts(rows), on=on[:-1], how="left")
     found = frame[on].merge(pd.concat([frame[on].head(0), *ahead]).assign(hit=True), on=on, how="left")
     flagged = frame.assign(
         beats_full=found["hit"].fillna(False).astype(bool),
@@ -185,6 +186,14 @@ def _ahead(against: pd.DataFrame, metric: Metric) -> pd.DataFrame:
     if metric.better == "lower":
         return against[against["hi"] < 0]
     return against[against["lo"] > 0] if metric.better == "higher" else against.head(0)
+
+
+def _empty_counts(rows: pd.DataFrame) -> pd.DataFrame:
+    """How many samples of every cell have an empty answer."""
+    columns = ["task_spec", *SETTING[1:], "spec", "budget"]
+    found = rows.assign(n_empty=rows["sample"].where(empty_answers(rows)))
+    counts = found.groupby(columns, dropna=False, sort=False)["n_empty"].nunique().reset_index()
+    return counts.rename(columns=LINE_NAMES)
 
 
 def _majority_rates(rows: pd.DataFrame) -> pd.DataFrame:

@@ -26,17 +26,19 @@ from .intervals import intervals
 from .panels import ROW_SETTING, SETTING, join_seeds
 from .significance import detectable_effect, holm, mcnemar, run_tests
 
-FLAGS = ("beats_full", "below_majority", "majority", "majority_label", "seen_share")
+FLAGS = ("beats_full", "below_majority", "majority", "majority_label", "n_empty", "seen_share")
 COLUMNS = [
     "task", "policy", "baseline", "budget", "metric", "unit", "mean", "baseline_mean", "difference", "lo",
     "hi", "n", "n_fit", "win", "tie", "loss", "p_sign", "test", "p", "p_holm", "detectable", "beats_full",
-    "below_majority", "majority", "majority_label", "seen_share", "seeds",
+    "below_majority", "majority", "majority_label", "n_empty", "seen_share", "seeds",
 ]  # fmt: skip
 
 
 def usable_rows(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
     """Rows that have a value of the metric, as the column `value`, and what groups and pairs them."""
     column = column_of(rows, metric)
+    if column not in rows:  # a number of a cell, as the majority rate is
+        rows = rows.assign(**{column: math.nan})
     names = [name for name in (*ROW_SETTING, "spec", "budget", "seed", "sample", "curve") if name in rows]
     found = rows[(rows["status"] == "ok") & rows[column].notna()]
     return found[names].assign(value=found[column].to_numpy(dtype=float), fits=nothing_evicted(found))

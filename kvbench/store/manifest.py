@@ -19,6 +19,7 @@ from ..contract.code import same_code
 from ..contract.files import replace_file
 from ..contract.metrics import Metric, load_metrics
 from ..errors import StoreError
+from .manifest_form import check_manifest
 from .row import SCHEMA
 
 MANIFEST = "manifest.json"
@@ -38,12 +39,16 @@ def read_manifest(path: str | Path) -> dict[str, Any]:
         raise StoreError(f"no {MANIFEST} in {path}: name the folder that `kvbench run` wrote") from error
     except (OSError, ValueError) as error:
         raise StoreError(f"cannot read {file} ({error}): restore it or use another folder") from error
-    if not isinstance(manifest, dict) or not isinstance(manifest.get("schema"), int):
+    if not isinstance(manifest, dict) or type(manifest.get("schema")) is not int:
         raise StoreError(f"{file} is not a kvbench manifest: name the folder that `kvbench run` wrote")
     if manifest["schema"] > SCHEMA:
         raise StoreError(
             f"{file} has schema {manifest['schema']}, this kvbench reads up to {SCHEMA}: upgrade kvbench"
         )
+    try:
+        check_manifest(manifest)
+    except StoreError as error:
+        raise StoreError(f"{file}: {error}; restore the file or use another folder") from error
     return manifest
 
 
@@ -84,11 +89,8 @@ def prepare_manifest(
 
 
 def stored_metrics(manifest: Mapping[str, Any]) -> dict[str, Metric]:
-    """The metrics that the tasks of a run declared. Raises: StoreError."""
-    section = manifest.get("metrics", {})
-    if not isinstance(section, dict):
-        raise StoreError(f"the metrics of a {MANIFEST} are {section!r:.60}: restore it")
-    return load_metrics(section)
+    """The metrics that the tasks of a run declared."""
+    return load_metrics(manifest.get("metrics", {}))
 
 
 def shown_data(data: bytes) -> str:

@@ -7,20 +7,18 @@ with `gzip -n rows.jsonl`: it is read as before, and a run that adds to it unpac
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
-
 from ..contract.files import replace_file
-from ..contract.metrics import Metric
 from ..errors import StoreError
-from .frame import frame
-from .manifest import MANIFEST, note_run, prepare_manifest, read_manifest, stored_metrics
+from .manifest import MANIFEST, note_run, prepare_manifest, read_manifest
+from .read import read_rows
 from .row import SCHEMA, Row
 from .row_files import PACKED, ROWS, digest, line_of, parse, set_apart, stored_bytes, stored_rows
 from .row_reader import RowReader
@@ -91,7 +89,7 @@ class Store:
             store._load(fixed, extra, settings, fresh)
         except OSError as error:
             store.close()
-            raise StoreError(f"cannot use {folder} ({error.strerror}): free space or change --out") from error
+            raise StoreError(f"cannot use {folder} ({error.strerror}): {_remedy(error)}") from error
         except BaseException:
             store.close()
             raise
@@ -104,6 +102,11 @@ class Store:
         except BlockingIOError as error:
             raise StoreError(
                 f"{self.path} is in use by another run: wait until it ends, or give this one another --out"
+            ) from error
+        except OSError as error:  # not every network file system has locks
+            raise StoreError(
+                f"cannot lock {self.path} ({error.strerror}): two runs could write there at once; choose "
+                "a folder on another file system with --out"
             ) from error
 
     def _load(
@@ -211,8 +214,8 @@ class Store:
                 self._rows = None
             if isinstance(error, OSError):
                 raise StoreError(
-                    f"cannot write to {self.path / ROWS} ({error.strerror}): free space and run the same "
-                    "command again, finished samples are kept"
+                    f"cannot write to {self.path / ROWS} ({error.strerror}): {_remedy(error)} and run the "
+                    "same command again, finished samples are kept"
                 ) from error
             raise
 
@@ -222,7 +225,7 @@ class Store:
             note_run(self.path, facts)
         except OSError as error:
             raise StoreError(
-                f"cannot write to {self.path} ({error.strerror}): free space; all rows are kept"
+                f"cannot write to {self.path} ({error.strerror}): {_remedy(error)}; all rows are kept"
             ) from error
 
     def close(self) -> None:
@@ -256,35 +259,11 @@ def check_writable(folder: Path) -> None:
         ) from error
 
 
-def read_rows(paths: str | Path | Iterable[str | Path]) -> pd.DataFrame:
-    """All rows of one or more run folders (or .jsonl files), one per key and rule of pins; the last one wins.
-
-    A policy's own pins may be what another rule pins, too: such rows have one key and belong to both rules.
-    Columns: the row's fields, `metric:NAME` and `time:NAME` (float, NaN where absent). Parameters are
-    JSON text, pins "first,last"; budget and chunk are Int64 with NA; run is the folder as it was named.
-    Strings stay strings. The frame also carries the metrics that the runs declared (see `metrics_of`).
-    Raises: StoreError when a folder has no rows, damaged ones, or rows of a newer kvbench.
-    """
-    several = [paths] if isinstance(paths, str | Path) else list(paths)
-    rows: dict[tuple[str, str], tuple[Row, str]] = {}
-    stored: dict[str, Metric] = {}
-    brackets: set[str] = set()
-    for path in map(Path, several):
-        file = path if path.suffix == ".jsonl" else path / ROWS
-        data = stored_bytes(file.parent, file.name)
-        lines = parse(file, data[: data.rfind(b"\n") + 1])
-        found = {(row.key, row.pins_mode): (row, str(path)) for row in lines}
-        if not found:
-            raise StoreError(
-                f"no rows in {path}: make some with `kvbench run --policy all --task boolq "
-                f"--budgets 64,128 --out {path}`, or name the folder of an earlier run"
-            )
-        rows.update(found)
-        if (file.parent / MANIFEST).is_file():
-            manifest = read_manifest(file.parent)
-            stored = {**stored_metrics(manifest), **stored}
-            brackets |= {spec for spec, style in manifest.get("style", {}).items() if style.get("bracket")}
-    return frame([row for row, _ in rows.values()], [run for _, run in rows.values()], stored, brackets)
+def _remedy(error: OSError) -> str:
+    """What helps when a folder cannot be written."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return "free space"
+    return "make the folder writable"
 
 
 def _sync_folder(path: Path) -> None:

@@ -6,6 +6,7 @@ rows are all there never loads them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,12 +23,13 @@ from ..contract.metrics import dump_metrics
 from ..contract.policy import Policy
 from ..contract.registry import POLICIES, TASKS, expand_policies, expand_tasks, spec_of
 from ..contract.task import Sample, Task
-from ..errors import BadInput
+from ..errors import BadInput, KvbenchError
 from ..stats.aggregate import aggregate
 from ..store.files import file_name
-from ..store.results import Row, Store, check_writable, read_rows
+from ..store.results import Row, Store, check_writable, read_manifest, read_rows
 from .config import RunConfig
 from .executors import Executor, Local, LostJob
+from .finished import finished_rows
 from .interrupt import deferred_interrupt
 from .plan import check_data, check_fits, plan_task
 from .progress import progress as progress_bar
@@ -38,15 +40,18 @@ if TYPE_CHECKING:
     from ..model.open import LoadedModel, OpenModel
     from ..model.prompt import Prompt
 
+# What is measured of every cell, whatever the task. A run without any usable row has these columns, too.
+MEASURED = ("agreement", "kl", "nll", "nll_tokens", "missed_mass", "eviction_cost", "kv_bytes")
+
 
 @dataclass(frozen=True)
 class RunResult:
     """What a run gives back.
 
-    rows: one line per (cell, sample). table: aggregates with intervals. path: the run folder.
-    notes: what a reader of the numbers must know. failed: rows whose policy broke its contract,
-    or whose workers died. peak: the most bytes in use while this call computed, 0 where it did not. computed,
-    reused: rows of this configuration that this call made, and that were in the folder before.
+    rows: one line per (cell, sample); a metric is NaN where a row lacks it. table: aggregates with intervals.
+    path: the run folder. notes: what a reader of the numbers must know. failed: rows whose policy broke its
+    contract, or whose workers died. peak: the most bytes in use while this call computed, 0 where it did not.
+    computed, reused: rows of this configuration that this call made, and that were in the folder before.
     """
 
     rows: pd.DataFrame
@@ -82,11 +87,11 @@ def run(config: RunConfig, progress: bool = True, executor: Executor | None = No
 
 def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
     tasks = [TASKS.parse(spec) for spec in expand_tasks(config.tasks)]
-    path = _early_checks(config, tasks)
-    policies = [POLICIES.parse(spec) for spec in expand_policies(config.policies)]
-    executor.check("policy", [policy.name for policy in policies])
-    executor.check("task", [task.name for task in tasks])
-    opened = executor.open(config.model, config.device, config.dtype)
+    path = Path(config.out) if config.out else _default_folder(config)
+    try:
+        policies, opened = _open(config, tasks, path, executor)
+    except KvbenchError as error:
+        return _finished(config, path, error)
     policies, left_out = _fitting(config, policies, opened)
     work = [
         Workload.build(one, plan_task(one, task, policies), opened)
@@ -114,10 +119,38 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
         if jobs:
             with progress_bar(progress, len(jobs), "samples") as advance:
                 _compute(work, jobs, opened, executor, store, advance)
-            store.finish({**executor.facts(), "peak_bytes": executor.peak})
+        facts = {**executor.facts(), "peak_bytes": executor.peak} if jobs else {}
+        store.finish({**facts, "rows": sum(len(item.keys()) for item in work)})
         notes = [*_sources(work), *left_out, *store.notes]
-    result = _result(path, work, notes, executor.peak)
-    return replace(result, computed=computed, reused=len(result.rows) - computed)
+    rows = read_rows(path)
+    keys = set().union(*(item.keys() for item in work))
+    rows = rows[rows["key"].isin(keys)].reset_index(drop=True)  # other rows of the folder stay out
+    result = _result(rows, path, [item.samples.metric for item in work], notes + _sliding(opened))
+    return replace(result, peak=executor.peak, computed=computed, reused=len(rows) - computed)
+
+
+def _open(
+    config: RunConfig, tasks: list[Task], path: Path, executor: Executor
+) -> tuple[list[Policy], OpenModel]:
+    """The policies, and the model without its weights. Raises KvbenchError for what cannot be used here."""
+    _early_checks(config, tasks, path)
+    policies = [POLICIES.parse(spec) for spec in expand_policies(config.policies)]
+    executor.check("policy", [policy.name for policy in policies])
+    executor.check("task", [task.name for task in tasks])
+    return policies, executor.open(config.model, config.device, config.dtype)
+
+
+def _finished(config: RunConfig, path: Path, error: KvbenchError) -> RunResult:
+    """The result of a run that ended in its folder and cannot be repeated. Raises: the error, if none did."""
+    rows = finished_rows(config, path)
+    if rows is None:
+        raise error
+    notes = [
+        f"complete: {len(rows)} rows, shown as they are stored, because they cannot be made here: {error}"
+    ]
+    stored = read_manifest(path).get("tasks", {})
+    metrics = [stored[task]["metric"] for task in rows["task_spec"].unique() if task in stored]
+    return replace(_result(rows, path, metrics, notes), reused=len(rows))
 
 
 def _code(policies: list[Policy], tasks: list[Task]) -> dict[str, dict[str, str | None]]:
@@ -175,17 +208,15 @@ def _fitting(config: RunConfig, policies: list[Policy], opened: OpenModel) -> tu
     return fitting, notes
 
 
-def _early_checks(config: RunConfig, tasks: list[Task]) -> Path:
-    """Refuse bad data, models and folders within seconds; returns the run folder."""
+def _early_checks(config: RunConfig, tasks: list[Task], path: Path) -> None:
+    """Refuse bad data, models and folders within seconds."""
     from ..model.open import check_model
 
     if len({spec_of(task) for task in tasks}) < len(tasks):
         raise BadInput("the same task is given twice: keep one of them")
     check_data(config.data, tasks)
     check_model(config.model)
-    path = Path(config.out) if config.out else _default_folder(config)
     check_writable(path)
-    return path
 
 
 def _default_folder(config: RunConfig) -> Path:
@@ -207,23 +238,28 @@ def _sources(work: list[Workload]) -> list[str]:
     return [f"data of {', '.join(names)}: {source}" for source, names in tasks.items()]
 
 
-def _result(path: Path, work: list[Workload], notes: list[str], peak: int) -> RunResult:
-    """Rows and aggregates of this configuration; other rows of the folder stay out."""
-    rows = read_rows(path)
-    keys = set().union(*(item.keys() for item in work))
-    rows = rows[rows["key"].isin(keys)].reset_index(drop=True)
-    notes += _sample_notes(rows)
+def _result(rows: pd.DataFrame, path: Path, metrics: list[str], notes: list[str]) -> RunResult:
+    """Rows and aggregates of a configuration. metrics: the main ones of its tasks."""
+    notes = notes + _sample_notes(rows)
     failed = rows[rows["status"] == "failed"]
     for spec, reason in sorted(set(zip(failed["spec"], failed["reason"], strict=True))):
         notes.append(f"{spec}: {int((failed['spec'] == spec).sum())} rows failed: {reason}")
-    geometry = work[0].opened.geometry
+    table = aggregate(rows)
+    absent = [
+        f"metric:{name}" for name in dict.fromkeys([*metrics, *MEASURED]) if f"metric:{name}" not in rows
+    ]
+    return RunResult(rows.assign(**dict.fromkeys(absent, math.nan)), table, path, notes, len(failed))
+
+
+def _sliding(opened: OpenModel) -> list[str]:
+    geometry = opened.geometry
     sliding = geometry.layers - len(geometry.full_layers)
-    if sliding:
-        notes.append(
-            f"{sliding} of {geometry.layers} layers have a sliding window and are never evicted; "
-            "budgets apply to the others"
-        )
-    return RunResult(rows, aggregate(rows), path, notes, len(failed), peak)
+    if not sliding:
+        return []
+    return [
+        f"{sliding} of {geometry.layers} layers have a sliding window and are never evicted; budgets apply "
+        "to the others"
+    ]
 
 
 def _sample_notes(rows: pd.DataFrame) -> list[str]:

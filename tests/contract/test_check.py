@@ -286,3 +286,10 @@ def test_the_policy_in_contributing_passes() -> None:
         findings = check_policy("value_norm")
     assert len(findings) == 8
     assert [finding for finding in findings if not finding.passed] == []
+
+
+def test_what_was_never_scored_is_not_called_unsteady(try_: Callable[..., dict[str, Finding]]) -> None:
+    broken = try_(lambda seen: 1 / 0, Need.KEYS)
+    assert "score is finite float32 (batch, kv_head, slot) on the keys' device" in broken
+    untried = [one.detail for law, one in broken.items() if not law.startswith("score is finite")]
+    assert set(untried) == {"not tried: no layer got a valid score"}

@@ -327,3 +327,28 @@ def test_rows_of_one_key_belong_to_both_rules_of_pins(tmp_path: Path) -> None:
     lines = aggregate(frame, ["accuracy"])
     assert lines["pins_mode"].tolist() == ["4,16", "native"]
     assert lines["n"].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EIO])
+def test_a_file_system_without_locks_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr("kvbench.store.results.fcntl.flock", refuse)
+    with pytest.raises(StoreError, match="cannot lock") as caught:
+        open_store(tmp_path)
+    assert "space" not in str(caught.value)
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.EROFS, errno.EACCES])
+def test_only_a_full_disk_asks_for_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: Any) -> int:
+        raise OSError(code, os.strerror(code))
+
+    store = open_store(tmp_path)
+    monkeypatch.setattr(os, "write", refuse)
+    with pytest.raises(StoreError, match="cannot write") as caught:
+        store.append([row("knorm", 64)])
+    assert "space" not in str(caught.value)

@@ -10,9 +10,11 @@ import pandas as pd
 import pytest
 
 from kvbench.errors import BadInput
+from kvbench.show.comparison_table import render_comparison
 from kvbench.show.table import headline, render
 from kvbench.stats.aggregate import aggregate
-from kvbench.store.results import Store, read_rows
+from kvbench.stats.compare import compare
+from kvbench.store.results import Row, Store, read_rows
 from tests.store.synthetic import TASKS, make_run, row
 
 
@@ -114,3 +116,32 @@ def test_any_text_may_be_a_reason(tmp_path: Path) -> None:
         store.append([row("knorm", 32), *bad])
     text = render(aggregate(read_rows(tmp_path / "run")))
     assert "tova at 32, 64: failed: bad \ud800 (1)" in text
+
+
+def _written(spec: str, budget: int | None, sample: str, text: str, agreement: float | None) -> Row:
+    metrics = {"string_match": 0.0} | ({} if agreement is None else {"agreement": agreement})
+    return row(spec, budget, sample, task="needle", task_spec="needle", text=text, metrics=metrics)
+
+
+def test_empty_answers_are_counted(tmp_path: Path) -> None:
+    """Two of them agree, which nobody would see from an agreement of 1."""
+    with Store.open(tmp_path, {}, {"tasks": {"needle": {"metric": "string_match"}}}) as store:
+        for name in ("s0", "s1", "s2"):
+            blank = "" if name == "s0" else " \n" if name == "s1" else "word"
+            store.append([_written("full", None, name, blank, None), _written("knorm", 64, name, blank, 1.0)])
+            store.append([_written("tova", 64, name, "word", 0.0)])
+            store.append([row("full", None, name, text="", label="yes", metrics={"accuracy": 1.0})])
+            choice = {"accuracy": 1.0, "agreement": 1.0}  # text is no answer of a task with choices
+            store.append([row("knorm", 64, name, text="", label="yes", metrics=choice)])
+            read = {"nll": 1.0, "nll_tokens": 3.0}  # nor of one that only reads a text
+            store.append([row("full", None, name, task="ppl", task_spec="ppl", text="", metrics=read)])
+    rows = read_rows(tmp_path)
+    lines = aggregate(rows)
+    counts = lines.drop_duplicates(["task", "policy"]).set_index(["task", "policy"])["n_empty"]
+    assert counts["needle", "full"] == counts["needle", "knorm"] == 2
+    assert counts.sum() == 4
+    note = "Empty answers, two of which agree: full: 2 of 3 samples; knorm at 64: 2 of 3 samples."
+    assert note in render(lines)
+    compared = compare(rows, metrics=["agreement", "string_match"], baseline="tova")
+    assert compared["n_empty"].tolist() == [2, 2]
+    assert "Empty answers, two of which agree: knorm at 64: 2 of 3 samples." in render_comparison(compared)

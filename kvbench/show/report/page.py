@@ -99,7 +99,7 @@ def render(paths: Sequence[Path]) -> str:
         run=rows["run"].map({str(path): name for path, name in zip(paths, names, strict=True)})
     )
     every, lines = build_panels(rows, read_declarations(paths))
-    panels = [panel for panel in every if len(panel.measured)]
+    panels = [panel for panel in every if panel.judged]
     if not panels:
         raise StoreError(f"no usable rows in {paths[0]}: `kvbench table` shows what was skipped or failed")
     labels = list(dict.fromkeys(label for panel in panels for label in panel.order))
