@@ -43,7 +43,10 @@ def check_blueprint(config: Any, geometry: Geometry) -> None:
             "a state that cannot be evicted"
         )
     if complete is False and not census.modules:
-        raise UnsupportedModel(f"{told}: its first layer chooses by numbers which heads attend")
+        raise UnsupportedModel(
+            f"{told}: no attention can be checked before its first layer chooses by numbers (a mixture "
+            "of heads)"
+        )
 
 
 def _read_empty(config: Any, geometry: Geometry, census: Census) -> bool | None:

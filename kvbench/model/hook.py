@@ -36,8 +36,8 @@ def attend(
     extra = [name for name in ("softcap", "s_aux", "head_mask") if kwargs.get(name) is not None]
     if kv_pass is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} ran without kvbench's engine: load the model with another "
-            f"attn_implementation to use it on its own"
+            "its attention ran without kvbench's engine, which the model does not hand on; to use the model "
+            "on its own, load it with another attn_implementation"
         )
     if attention_mask is not None or dropout or extra:
         what = "a mask of its own" if attention_mask is not None else ", ".join(extra) or "dropout"

@@ -283,3 +283,34 @@ def test_rows_of_retrained_weights_are_new(folder: str, tmp_path: Path) -> None:
     assert first == again
     assert not first[0] & other[0]
     assert first[1] == other[1]
+
+
+@pytest.mark.usefixtures("story")
+def test_weights_of_the_same_model_in_another_file_can_be_forced(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every row of theirs says so, and the table; rows without learned weights do not."""
+    from kvbench.show.table import render
+
+    file = make.weights_file(
+        tmp_path / "w.safetensors", ScorerShape(LAYERS, KV_HEADS, HEAD_DIM, hidden=8), "f" * 64, 0
+    )
+    asked: dict[str, Any] = {"limit": 1, "device": "cpu", "out": str(tmp_path / "r")}
+    specs = (f"kvp:weights={file}", "knorm")
+    with pytest.raises(BadInput, match="--force-weights takes them and marks every row"):
+        kvbench.run(kvbench.RunConfig(specs, ("story",), (24,), folder, **asked), progress=False)
+    config = kvbench.RunConfig(specs, ("story",), (24,), folder, force_weights=True, **asked)
+    result = kvbench.run(config, progress=False)
+    marks = result.rows.set_index("policy")["weights_for"].to_dict()
+    assert marks == {"full": "", "knorm": "", "kvp": "f" * 64}
+    assert set(result.rows["status"]) == {"ok"}
+    assert "--force-weights: trained for a model with another fingerprint: kvp" in render(
+        result.table, "text"
+    )
+    other = weights_of(tmp_path, layers=7)
+    config = kvbench.RunConfig(
+        (f"kvp:weights={other}",), ("story",), (24,), folder, force_weights=True, **asked
+    )
+    with pytest.raises(BadInput, match="are for") as refused:
+        kvbench.run(config, progress=False)
+    assert "--force-weights" not in str(refused.value)
