@@ -8,6 +8,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from .quadratic import quadratic
+
 BLOCK = 1024  # slots of one head that are projected at once
 
 
@@ -30,13 +32,7 @@ class OutputProjection:
 
         values: (batch, kv_head, slot, dim). sqrt(v^T G_h v): one product with dim x dim per head.
         """
-        batch, kv_heads, slots, _ = values.shape
-        grams = self.gram.view(kv_heads, -1, *self.gram.shape[1:])
-        values = values.float()
-        squares = [
-            ((values @ grams[:, head]) * values).sum(-1) for head in range(grams.shape[1])
-        ]  # of one head of each group, so that no tensor is larger than the values
-        return torch.stack(squares, 2).clamp_min(0).sqrt().view(batch, -1, slots)
+        return quadratic(values, self.gram[None]).clamp_min(0).sqrt()
 
     def sums(self, values: Tensor) -> Tensor:
         """||W_O^h v||_1, which no Gram matrix gives: (batch, query_head, slot) float32. In blocks."""
