@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from .contract.policy import Policy as Policy
     from .contract.policy import TrainedFor as TrainedFor
     from .contract.policy import param as param
+    from .contract.quadratic import quadratic as quadratic
+    from .contract.quadratic import weighted_gram as weighted_gram
     from .contract.registry import register as register
     from .contract.registry import register_task as register_task
     from .contract.task import Answer as Answer
@@ -53,6 +55,7 @@ HOMES = {
     "contract.observation": ("Observation",),
     "contract.pins": ("Pins",),
     "contract.policy": ("Policy", "TrainedFor", "param"),
+    "contract.quadratic": ("quadratic", "weighted_gram"),
     "contract.registry": ("register", "register_task"),
     "contract.task": ("Answer", "Sample", "Samples", "Setting", "Task"),
     "contract.wrapper": ("Wrapper",),

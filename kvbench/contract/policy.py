@@ -81,7 +81,7 @@ class Policy(ABC):
 
         The engine reads them after the context, exposes their attention, and removes them: they leave
         nothing in the cache and do not shift later positions. Besides PROBE, such a policy may declare
-        keys, values and random numbers only.
+        nothing that comes from the chunk's queries, hidden states or the future.
         """
         return None
 

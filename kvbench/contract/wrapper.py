@@ -57,7 +57,7 @@ class Wrapper(Policy):
 
     def base_score(self, seen: Observation) -> Tensor:
         """What the base gives: (batch, kv_head, slot) float32, higher is kept longer."""
-        return self.inner.score(seen.limited_to(self.inner.needs))
+        return self.inner.score(seen.limited_to(self.inner.needs & seen.needs))
 
     @property
     def needs(self) -> frozenset[Need]:  # type: ignore[override]

@@ -113,7 +113,7 @@ def evaluate_full(
     cache = Cache.empty(lm.geometry.layers, n + max(room, extra))
     rankings, prefill_s = Rankings(), 0.0
     if n:
-        rankings, prefill_s = read_and_rank(bound, cache, ids, [now], Moment(n, n, key))
+        rankings, prefill_s = read_and_rank(bound, cache, ids, [now], Moment(n, n, key, None, prompt.asked))
     future = FutureAttention(lm, prompt)
     started = time.perf_counter()
     answers = answer_rows(request, cache, observer=future)
@@ -124,7 +124,7 @@ def evaluate_full(
     utility = future.stack()
     (held,) = count_rows(lm, cache, utility)
     if late:
-        moment = Moment(n, n, key, future.utility)
+        moment = Moment(n, n, key, future.utility, prompt.asked)
         rankings = rankings.joined(rank_stored(bound, cache, [late], moment, future.scalings))
     costs = measure_costs(rankings, utility)
     full = Measurement(outcome, held.pairs, held.slots, held.nbytes, 0.0, None, times)
@@ -205,4 +205,11 @@ def _choose_source(context: ReadSample, cell: Cell) -> ChunkSource:
     """How the context is read under a cell's schedule."""
     if cell.schedule.chunk is None:
         return ReadContext(context.full, len(context.ids), context.rankings)
-    return ChunkReader(context.bound, context.ids, cell.schedule.chunk, context.draw, context.future)
+    return ChunkReader(
+        context.bound,
+        context.ids,
+        cell.schedule.chunk,
+        context.draw,
+        context.future,
+        context.request.prompt.asked,
+    )

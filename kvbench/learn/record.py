@@ -101,7 +101,7 @@ def _record(
     bound = bind_policies(lm, [eviction.ranker.policy])
     if bound.failures:
         raise BadInput(next(iter(bound.failures.values())))
-    moment = Moment(len(context), len(context), draw_key(name))
+    moment = Moment(len(context), len(context), draw_key(name), None, prompt.asked)
     rankings, _ = read_and_rank(bound, cache, context, [[eviction.ranker]], moment, recorder)
     if rankings.failures:
         raise BadInput(next(iter(rankings.failures.values())))

@@ -33,12 +33,16 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample as ids: context (in the cache when eviction happens), question, what may follow."""
+    """A sample as ids: context (in the cache when eviction happens), question, what may follow.
+
+    asked: tokens at the end of the context that are of the question, when it is seen.
+    """
 
     context: tuple[int, ...]
     question: tuple[int, ...]
     choices: tuple[Continuation, ...]
     reference: Continuation
+    asked: int = 0
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -104,11 +108,10 @@ def build_prompt(sample: Sample, tokenizer: Any, question: Literal["withheld", "
     if not ids:
         raise BadInput(f"sample '{sample.id}': its prompt has no tokens; give it a context or a question")
     length, choices, reference = _continuations(sample, tokenizer, rendered, ids)
-    context = length - 1
-    if question == "withheld":
-        inside = (index for index, end in enumerate(ends) if end > rendered.border)
-        context = min(next(inside, len(ids)), context)
-    return Prompt(ids[:context], ids[context:length], choices, reference)
+    inside = (index for index, end in enumerate(ends) if end > rendered.border)
+    border = min(next(inside, len(ids)), length - 1)
+    context = border if question == "withheld" else length - 1
+    return Prompt(ids[:context], ids[context:length], choices, reference, context - border)
 
 
 def render_turns(turns: list[dict[str, str]], tokenizer: Any, chat: bool, answer: bool = False) -> str:
