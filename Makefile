@@ -19,7 +19,7 @@ run: $(VENV)/ready
 	$(BIN)/kvbench plot $(OUT)
 
 # The shipped KVP weights from nothing: records 3.5 GiB of traces, trains all heads together.
-KVP_TASKS := ruler/niah_single_1,ruler/niah_single_2:haystack=python,ruler/niah_multikey_2,ruler/vt
+KVP_TASKS := ruler/niah_single_2:haystack=docstrings,ruler/niah_multikey_1:haystack=docstrings,ruler/niah_multikey_2,ruler/niah_multiquery:haystack=docstrings
 KVP_OUT ?= results/kvp
 
 KVP_TRACES := trace --task $(KVP_TASKS) --samples 128 --length 350-700 --seed 1000 --out $(KVP_OUT)/traces

@@ -6,6 +6,7 @@ and the CSV files of the figures. Nothing here is typed by hand but labels.
 
 from __future__ import annotations
 
+import inspect
 import re
 import shlex
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ import pandas as pd
 
 from kvbench.contract.cell import FULL
 from kvbench.contract.metrics import Metric, describe
+from kvbench.contract.registry import POLICIES
+from kvbench.contract.wrapper import Wrapper
 from kvbench.show.words import difference_text, number, probability
 from kvbench.stats.aggregate import aggregate
 from kvbench.stats.compare import compare_pairs
@@ -279,8 +282,27 @@ def study(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     return lines_of(["variant", *columns.values()], body)
 
 
+def methods(parts: Sequence[str], options: dict[str, str]) -> list[str]:
+    """`methods`: every registered policy of kvbench, from its class: a policy a line."""
+    body = []
+    for name in POLICIES.names():
+        if not POLICIES.target(name).startswith("kvbench.policies."):
+            continue
+        policy = POLICIES.parse(name)
+        text = " ".join((inspect.getdoc(type(policy)) or "").split())
+        claim = text.partition(". ")[0].rstrip(".")
+        differs = text.partition("Differs: ")[2].partition(". ")[0].rstrip(".") or "-"
+        reads = ", ".join(sorted(need.value for need in policy.needs)) or "positions"
+        kind = "wrapper" if isinstance(policy, Wrapper) else "ranking"
+        training = "yes" if policy.trainer else "no"
+        facts = [f"`{name}`", claim, policy.source, kind, reads, training, policy.exactness, policy.parity]
+        body.append([*facts, differs.replace("|", "/")])
+    header = ["name", "what it does", "source", "kind", "reads", "trained", "exactness", "parity", "differs"]
+    return lines_of(header, body, len(header))
+
+
 KINDS: dict[str, Block] = {
     "means": means, "subtasks": subtasks, "paired": paired, "rules": rules, "contexts": contexts,
     "peaks": peaks, "correlations": correlations, "heldout": heldout, "heldout_paired": heldout_paired,
-    "study": study, **FIGURES,
+    "study": study, "methods": methods, **FIGURES,
 }  # fmt: skip

@@ -6,7 +6,11 @@ Everything that a policy, a task or a plugin package needs is found here by name
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError("kvbench runs on Linux and macOS only; on Windows use WSL")
 
 if TYPE_CHECKING:
     from .contract.attention_sums import attention_rows as attention_rows
@@ -21,6 +25,8 @@ if TYPE_CHECKING:
     from .contract.policy import Policy as Policy
     from .contract.policy import TrainedFor as TrainedFor
     from .contract.policy import param as param
+    from .contract.quadratic import quadratic as quadratic
+    from .contract.quadratic import weighted_gram as weighted_gram
     from .contract.registry import register as register
     from .contract.registry import register_task as register_task
     from .contract.task import Answer as Answer
@@ -28,6 +34,7 @@ if TYPE_CHECKING:
     from .contract.task import Samples as Samples
     from .contract.task import Setting as Setting
     from .contract.task import Task as Task
+    from .contract.wrapper import Wrapper as Wrapper
     from .errors import BadInput as BadInput
     from .errors import KvbenchError as KvbenchError
     from .errors import PluginError as PluginError
@@ -48,8 +55,10 @@ HOMES = {
     "contract.observation": ("Observation",),
     "contract.pins": ("Pins",),
     "contract.policy": ("Policy", "TrainedFor", "param"),
+    "contract.quadratic": ("quadratic", "weighted_gram"),
     "contract.registry": ("register", "register_task"),
     "contract.task": ("Answer", "Sample", "Samples", "Setting", "Task"),
+    "contract.wrapper": ("Wrapper",),
     "errors": ("BadInput", "KvbenchError", "PluginError", "UnknownName", "UnsupportedModel"),
     "study.config": ("RunConfig",),
     "study.runner": ("RunResult", "run"),

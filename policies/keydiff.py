@@ -30,6 +30,8 @@ class KeyDiff(Policy):
     """
 
     needs = frozenset({Need.KEYS})
+    exactness = "paper"
+    parity = "kvpress"
     ranking = "by ascending cosine to the mean normalised key"
     repeated = "mu is computed again from kept and new keys, so the kept set depends on the chunks"
     color = "#009E73"

@@ -28,6 +28,8 @@ class KNorm(Policy):
     """
 
     needs = frozenset({Need.KEYS})
+    exactness = "official code"
+    parity = "kvpress"
     ranking = "by ascending key norm"
     repeated = "the same tokens as in one go: the norm of a key never changes"
     color = "#56B4E9"

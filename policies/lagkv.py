@@ -34,6 +34,8 @@ class LagKV(Policy):
     """
 
     needs = frozenset({Need.KEYS, Need.VALUES})
+    exactness = "official code"
+    parity = "kvpress"
     ranking = "sinks, the tail by recency, then by rank in the partition, later partitions first"
     repeated = "kept and new tokens are partitioned again by slot (official: kept parts stay for good)"
     color = "#CC79A7"

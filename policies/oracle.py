@@ -28,6 +28,7 @@ class Oracle(Policy):
     """
 
     needs = frozenset({Need.FUTURE})
+    exactness = "paper"
     ranking = "by descending future attention"
     repeated = "future attention on the full cache never changes: the best tokens of those not evicted yet"
     bracket = "upper"

@@ -27,6 +27,7 @@ class Random(Policy):
     """
 
     needs = frozenset({Need.RANDOM})
+    exactness = "paper"
     ranking = "by descending draw, a uniform permutation"
     repeated = "the draw of a token never changes, so the kept set stays a uniform sample"
     bracket = "lower"

@@ -31,6 +31,8 @@ class SnapKV(Policy):
     """
 
     needs = frozenset({Need.KEYS, Need.WINDOW_QUERIES})
+    exactness = "official code"
+    parity = "kvpress"
     ranking = "the window by recency, then by descending pooled attention"
     repeated = "kept and new tokens are ranked by the last queries of the newest chunk"
     color = "#D55E00"

@@ -30,6 +30,8 @@ class StreamingLLM(Policy):
     chunk was read. kvpress scores 1 or 0 depending on its ratio: same kept set, but no ranking.
     """
 
+    exactness = "official code"
+    parity = "kvpress"
     ranking = "sinks by ascending position, then all others by descending position"
     repeated = "the same tokens as in one go: position orders them, and sinks are never evicted"
     color = "#E69F00"

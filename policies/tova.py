@@ -27,6 +27,8 @@ class TOVA(Policy):
     """
 
     needs = frozenset({Need.KEYS, Need.WINDOW_QUERIES})
+    exactness = "official code"
+    parity = "kvpress"
     ranking = "by descending attention of the last query"
     repeated = "kept and new tokens are ranked by the last query of the newest chunk"
     color = "#0072B2"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvbench.audit.specimen import random_parts
 from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 
@@ -50,6 +51,8 @@ def scene(
         _queries=torch.randn(batch, QUERY_HEADS, new, DIM, generator=draw).to(dtype),
         _hidden=torch.randn(batch, new, 16, generator=draw).to(dtype),
         _future=lambda: future,
+        _parts=random_parts(DIM, QUERY_HEADS, other=False),
+        _question=min(new, 3),
     )
 
 

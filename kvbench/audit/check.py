@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..contract.layer_parts import FROM_PARTS
 from ..contract.model_description import ModelDescription
 from ..contract.need import Need
-from ..contract.observation import Observation, SharedWork
+from ..contract.observation import Observation
 from ..contract.pins import Pins
 from ..contract.policy import Policy, TrainedFor
 from ..contract.registry import POLICIES, parameters
+from ..contract.shared_work import SharedWork
 from ..engine.bind import bind_policy
 from ..engine.score import score_seeing, validated_score
 from ..errors import KvbenchError, PluginError
@@ -30,21 +32,26 @@ Layers = Callable[[TrainedFor | None], Iterable[Specimen]]
 Trial = Callable[[Policy, Specimen, Tensor], str]  # what breaks, in words; "" when nothing does
 
 FEEDS: dict[str, frozenset[Need]] = {  # part of a layer -> the needs that let a policy look at it
-    "keys": frozenset({Need.KEYS, Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.PROBE}),
-    "values": frozenset({Need.VALUES}),
-    "queries": frozenset({Need.WINDOW_QUERIES, Need.ATTENTION_SUMS}),
+    "keys": frozenset({Need.KEYS, Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.PROBE, Need.UNROTATED_KEYS}),
+    "values": frozenset({Need.VALUES, Need.OUTPUT_WEIGHTS}),
+    "queries": frozenset({Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.QUERY_MOMENTS}),
     "hidden": frozenset({Need.HIDDEN_STATES}),
     "future": frozenset({Need.FUTURE}),
     "probe": frozenset({Need.PROBE}),
     "draw": frozenset({Need.RANDOM}),
+    "parts": FROM_PARTS,
+    "question": frozenset({Need.QUESTION}),
 }
 PART_NAMES = {
     "hidden": "hidden states",
     "future": "future attention",
     "probe": "extra tokens",
     "draw": "the random key",
+    "parts": "the model's rotation or weights",
+    "question": "the length of the question",
 }
-BESIDE_PROBE = frozenset({Need.PROBE, Need.KEYS, Need.VALUES, Need.RANDOM})
+OF_QUERIES = frozenset({Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.QUERY_MOMENTS})
+BESIDE_PROBE = frozenset(Need) - OF_QUERIES - {Need.HIDDEN_STATES, Need.FUTURE}
 
 
 @dataclass
@@ -157,7 +164,7 @@ def _declaration(policy: Policy) -> str:
         return f"needs is {policy.needs!r}; it must be a set of kvbench.Need"
     if Need.PROBE in needs and needs - BESIDE_PROBE:
         gone = ", ".join(sorted(need.value for need in needs - BESIDE_PROBE))
-        return f"needs {gone} beside extra tokens; when those are read, only keys, values and draws are there"
+        return f"needs {gone} beside extra tokens; when those are read, it is gone"
     if (Need.PROBE in needs) != isinstance(policy.probe, Tensor):
         return "needs names extra tokens if and only if `probe` is a tensor (n, d_model) of their embeddings"
     if not isinstance(policy.pins, Pins):

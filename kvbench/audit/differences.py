@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ..store.row import Row
 
-LATER = ("family", "data", "cut_tokens")  # fields that rows of the first releases do not have
+# Fields that rows of the first releases do not have.
+LATER = ("family", "data", "cut_tokens", "prompt_sha256", "seen_share")
 ASIDE = ("schema", "times", "metrics", "pins_mode")  # the last says who asked; `pins` is what was done
 
 
@@ -13,7 +14,12 @@ def differences(before: Row, after: Row, tolerance: float) -> list[str]:
     from 1 on) and everything else but the times is equal."""
     then, now = before.as_dict(), after.as_dict()
     aside = {*ASIDE, *(name for name in LATER if then[name] is None)}
-    told = [
+    if "prompt_sha256" not in aside and then["prompt_sha256"] != now["prompt_sha256"]:
+        aside.add("prompt_sha256")
+        prompt = ["its prompt has changed: other text, template or tokenizer"]
+    else:
+        prompt = []
+    told = prompt + [
         f"{name} {then.get(name)!r} then, {now.get(name)!r} now"
         for name in {**then, **now}
         if name not in aside and then.get(name) != now.get(name)

@@ -12,13 +12,27 @@ import torch
 from torch import Tensor
 
 from ..contract.draws import draw_key
+from ..contract.layer_parts import LayerParts
 from ..contract.model_description import ModelDescription
 from ..contract.observation import Observation, ProbeLayer
+from ..contract.output_projection import OutputProjection
 from ..contract.policy import TrainedFor
+from ..contract.rotary import Rotary
 
 PROBED = 3  # extra tokens of a layer
+QUESTION = 6  # tokens of its question
 DIM = 16  # head size, where the policy fits every model
-PARTS = ("keys", "values", "queries", "hidden", "future", "probe", "draw")  # what `observe` can replace
+PARTS = (
+    "keys",
+    "values",
+    "queries",
+    "hidden",
+    "future",
+    "probe",
+    "draw",
+    "parts",
+    "question",
+)  # what `observe` can replace
 KINDS: dict[str, str] = {
     "plain": "one chunk from position 0",
     "gaps": "kept slots with gaps, then a chunk",
@@ -104,6 +118,8 @@ class Specimen:
             _queries=draw("queries", heads, self.new, self.dim).to(self.dtype),
             _hidden=draw("hidden", self.new, heads * self.dim).to(self.dtype),
             _future=lambda: future,
+            _parts=random_parts(self.dim, heads, other == "parts"),
+            _question=min(self.new, QUESTION) if other != "question" else 1,
             _probe=ProbeLayer(
                 draw("probe", heads, PROBED, self.dim).to(self.dtype),
                 draw("probe", self.kv_heads, PROBED, self.dim).to(self.dtype),
@@ -137,6 +153,19 @@ def few_specimens(trained: TrainedFor | None = None) -> Iterator[Specimen]:
 
 
 # Drawing takes longer than most policies: what a layer is made of is drawn once, and copied.
+
+
+@functools.cache
+def random_parts(dim: int, heads: int, other: bool) -> LayerParts:
+    """A rotation of half of each head, and random weights of the output projection."""
+    speeds = 100.0 ** -torch.linspace(0, 1, dim // 4) / (2 if other else 1)
+
+    def tables(start: int, stop: int) -> tuple[Tensor, Tensor]:
+        angles = torch.arange(start, stop)[:, None] * speeds.repeat(2)
+        return angles.cos(), angles.sin()
+
+    weight = _normal(("weight", other), (heads * dim, heads * dim))
+    return LayerParts(Rotary(dim, tables), OutputProjection(weight, heads))
 
 
 @functools.cache

@@ -31,6 +31,10 @@ FAILED = 1  # exit code
 ModelName = Annotated[str, typer.Option(help="Alias, local folder or hub id of the model.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, or cuda:all (layers spread over all GPUs).")]
 DType = Annotated[str, typer.Option(help="auto, float32 or bfloat16.")]
+TemplateArgs = Annotated[
+    list[str] | None,
+    typer.Option(help="KEY=VALUE for the chat template, as in enable_thinking=false; may repeat."),
+]
 OutFolder = Annotated[
     str | None, typer.Option(help="Run folder; default: derived from the settings, under results/.")
 ]

@@ -19,6 +19,7 @@ from .options import (
     ModelName,
     OutFolder,
     RayAddress,
+    TemplateArgs,
     Traceback,
     Workers,
     make_executor,
@@ -61,7 +62,11 @@ def run(
         typer.Option(help="Read before eviction (seen) or after (withheld); overrides the protocol."),
     ] = None,
     template: Annotated[str, typer.Option(help="Chat template: auto, chat or none.")] = "auto",
+    template_arg: TemplateArgs = None,
     data: Annotated[str | None, typer.Option(help="jsonl file of the task's samples.")] = None,
+    force_weights: Annotated[
+        bool, typer.Option("--force-weights", help="Accept weights trained for another file of this model.")
+    ] = False,
     fresh: Annotated[
         list[str] | None,
         typer.Option(help="Policies or tasks whose rows are computed again, after a change of their code."),
@@ -83,7 +88,8 @@ def run(
         "model": model, "limit": limit, "seed": seed, "seeds": parse_seeds(seeds or []), "device": device,
         "dtype": dtype, "protocol": protocol, "schedule": schedule, "chunk": chunk, "pins": pins,
         "question": question, "template": template, "data": data, "draft": draft, "out": out,
-        "fresh": tuple(split_specs(fresh or [])),
+        "fresh": tuple(split_specs(fresh or [])), "template_args": tuple(template_arg or ()),
+        "force_weights": force_weights,
     }  # fmt: skip
     specs, names = split_specs(policy), split_specs(task)
     config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)

@@ -18,6 +18,7 @@ from .options import (
     ModelName,
     OutFolder,
     RayAddress,
+    TemplateArgs,
     Traceback,
     Workers,
 )
@@ -41,6 +42,7 @@ def trace(
     ] = None,
     seed: Annotated[int, typer.Option(help="Seed of generated samples.")] = 0,
     data: Annotated[str | None, typer.Option(help="jsonl file of the task's samples.")] = None,
+    template_arg: TemplateArgs = None,
     under: Annotated[
         str | None, typer.Option(help="POLICY:BUDGET: record future attention after this eviction.")
     ] = None,
@@ -65,6 +67,7 @@ def trace(
     config = TraceConfig(
         tasks=tuple(specs), samples=samples, out=out, model=model, length=length, seed=seed,
         data=data, under=under, response=response, store=store, device=device, dtype=dtype,
+        template_args=tuple(template_arg or ()),
     )  # fmt: skip
     found = collect(config, announce=typer.echo, executor=make_executor(executor, workers, ray_address))
     typer.echo(f"{len(found)} traces in {out}")

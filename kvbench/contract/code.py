@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import inspect
+import io
 import sys
+import textwrap
+import tokenize
 from collections.abc import Iterator, Mapping
 from importlib.metadata import packages_distributions, version
 from types import ModuleType
 from typing import Any
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 OURS = ("kvbench.policies.", "kvbench.tasks.")  # parts of kvbench that are plugins as others are
 
 
 def code_of(cls: type) -> dict[str, str | None]:
     """Where a class comes from: module, distribution with its version, and a SHA-256 of the source.
 
-    The source is that of its module, and of the modules of the same package that these take names from; what
-    a function imports when it is called is not part of it. Of a class from a notebook or script it is the
-    class. None where Python has no source.
+    The source is that of its module, and of the modules of the same package that these take names from,
+    without comments, docstrings and blank lines. What a function imports when it is called is not part of
+    it. Of a class from a notebook or script it is the class. None where Python has no source.
     """
     top = cls.__module__.partition(".")[0]
     found = packages_distributions().get(top, ())
@@ -42,8 +47,31 @@ def _digest(cls: type) -> str | None:
         return None
     digest = hashlib.sha256()
     for name, text in sorted(texts.items()):
-        digest.update(f"{name}\0{text}\0".encode())
+        digest.update(f"{name}\0{statements(text)}\0".encode())
     return digest.hexdigest()
+
+
+def statements(source: str) -> str:
+    """A source without comments, docstrings and blank lines; all of it where Python cannot read it.
+
+    Text, not a syntax tree: how Python writes its trees changes with its version.
+    """
+    source = textwrap.dedent(source)
+    lines = source.splitlines()
+    try:
+        nodes = list(ast.walk(ast.parse(source)))
+        tokens = list(tokenize.generate_tokens(io.StringIO(source).readline))
+    except (SyntaxError, ValueError, tokenize.TokenError):
+        return source
+    for token in tokens:
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in nodes:
+        if isinstance(node, DOCUMENTED) and ast.get_docstring(node, clean=False) is not None:
+            first, last = node.body[0].lineno, node.body[0].end_lineno or node.body[0].lineno
+            lines[first - 1 : last] = [""] * (last - first + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def _modules(cls: type) -> list[ModuleType]:

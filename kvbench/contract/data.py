@@ -6,12 +6,15 @@ does not depend on where they came from. Nothing here runs code from a data set.
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
 import io
 import json
+import sysconfig
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -87,6 +90,29 @@ def filler() -> str:
             "full standard library"
         ) from None
     return "\n\n".join(topics[name].strip() for name in sorted(topics))
+
+
+@functools.cache
+def docstrings() -> str:
+    """A second English text that is always there: the docstrings of CPython's standard library.
+
+    Those of 200 characters or more in the modules that are one file, by module in alphabetical order, each
+    once; about 700,000 characters, which belong to the Python version and are no part of `filler`.
+    """
+    found: dict[str, None] = {}
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        with contextlib.suppress(SyntaxError, UnicodeDecodeError):  # a file that is no module of this Python
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    text = ast.get_docstring(node) or ""
+                    if len(text) >= 200:
+                        found.setdefault(text.strip())
+    if not found:
+        raise DataNotFound(
+            "this text comes from the sources of Python's standard library, which this Python lacks: install "
+            "the full standard library"
+        )
+    return "\n\n".join(found)
 
 
 def _names(column: str | tuple[str, ...]) -> tuple[str, ...]:

@@ -54,6 +54,8 @@ AXES = (
     Axis("question", str),
     Axis("template", str),
     Axis("seed", int, pooled=True),
+    Axis("template_args", Mapping, default={}),  # given to the chat template
+    Axis("weights_for", str, default=""),  # the model's fingerprint that learned weights were forced from
 )
 
 

@@ -16,8 +16,16 @@ class Need(Enum):
     RANDOM = "random numbers"
     FUTURE = "future attention"
     PROBE = "attention of extra tokens"
+    ROTARY = "rotary tables"
+    UNROTATED_KEYS = "keys before rotation"
+    QUERY_MOMENTS = "mean and covariance of queries"
+    OUTPUT_WEIGHTS = "values through the output projection"
+    QUESTION = "length of the question"
 
     @property
     def is_attention(self) -> bool:
         """True for signals that need queries: such policies are drawn dashed."""
-        return self in (Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.FUTURE, Need.PROBE)
+        return self in _OF_QUERIES
+
+
+_OF_QUERIES = (Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.QUERY_MOMENTS, Need.FUTURE, Need.PROBE)

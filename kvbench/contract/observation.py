@@ -15,7 +15,12 @@ import torch
 from ..errors import PluginError
 from .attention_sums import attention_rows, streamed_sums
 from .draws import draw_key, uniform_at
+from .layer_parts import LayerParts
 from .need import Need
+from .output_projection import OutputProjection
+from .query_moments import QueryMoments, streamed_moments
+from .rotary import Rotary, RotaryTables
+from .shared_work import SharedWork, compute_once, version_of
 
 
 class _UndeclaredTensor:
@@ -43,23 +48,6 @@ class _UndeclaredTensor:
 UNDECLARED = {need: _UndeclaredTensor(need) for need in (Need.KEYS, Need.VALUES)}
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place, also through views of it; -1 where torch does not count."""
-    return -1 if tensor.is_inference() else tensor._version
-
-
-class SharedWork(dict[Any, Any]):
-    """What several policies look at in one layer, by name. versions: those when the tensors were stored."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.versions: dict[Any, int] = {}
-
-    def __setitem__(self, name: Any, value: Any) -> None:
-        super().__setitem__(name, value)
-        self.versions[name] = version_of(value) if isinstance(value, torch.Tensor) else 0
-
-
 @dataclass(frozen=True)
 class ProbeLayer:
     """A policy's n extra tokens in one layer, after RoPE: queries (batch, query_head, n, dim), keys
@@ -67,14 +55,6 @@ class ProbeLayer:
 
     queries: torch.Tensor
     keys: torch.Tensor
-
-
-def compute_once(shared: SharedWork, name: Any, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """Shared work, computed by whoever asks first."""
-    if name not in shared:
-        shared[name] = compute()
-    found: torch.Tensor = shared[name]
-    return found
 
 
 @dataclass
@@ -87,6 +67,8 @@ class Observation:
     QK-norm), in the model's dtype. positions: (batch, kv_head, slot) int64, original positions, unchanged
     by earlier evictions. new: number of tokens in this chunk; they are the last `new` slots. seen: tokens
     read so far, evicted ones included. scaling: the model's factor on attention logits.
+
+    What is computed from other signals needs only its own Need: attention none of the keys, for example.
     """
 
     layer: int
@@ -102,6 +84,8 @@ class Observation:
     _hidden: torch.Tensor | None = None
     _future: Callable[[], torch.Tensor] | None = None
     _probe: ProbeLayer | None = None
+    _parts: LayerParts | None = None
+    _question: int | None = None
     full_index: int = 0
     needs: frozenset[Need] = frozenset(Need)
     _shared: SharedWork = field(default_factory=SharedWork)
@@ -119,12 +103,7 @@ class Observation:
     def written(self, before: Mapping[str, int]) -> list[str]:
         """What was written in place since `versions` gave `before`."""
         found = [name for name, version in self.versions().items() if version != before[name]]
-        stored = self._shared.versions
-        return found + [
-            f"shared {name}"
-            for name, tensor in self._shared.items()
-            if isinstance(tensor, torch.Tensor) and version_of(tensor) != stored[name]
-        ]
+        return found + self._shared.written()
 
     def versions(self) -> dict[str, int]:
         """The versions of what the cache and other policies use, too; the rest is handed out as copies."""
@@ -136,6 +115,10 @@ class Observation:
     def _all_keys(self) -> torch.Tensor:
         """Keys for shared work; a policy may use its results without declaring KEYS."""
         return (self._whole or self).keys
+
+    @property
+    def _all_values(self) -> torch.Tensor:
+        return (self._whole or self).values
 
     @property
     def slots(self) -> int:
@@ -208,6 +191,73 @@ class Observation:
         keys = torch.cat([self._all_keys, self._probe.keys], 2)
         return attention_rows(self._probe.queries, keys, self.scaling, self.slots)[..., : self.slots]
 
+    def rotary(self, start: int, stop: int) -> RotaryTables:
+        """The model's rotation of positions start .. stop - 1, which need not have been read: float32."""
+        self._require(Need.ROTARY)
+        return self._rotation.read(start, stop, self.positions.device)
+
+    @property
+    def unrotated_keys(self) -> torch.Tensor:
+        """Keys before RoPE, after QK-norm where the model has one: (batch, kv_head, slot, dim) float32."""
+        self._require(Need.UNROTATED_KEYS)
+        return self._once("unrotated keys", self._compute_unrotated)
+
+    def _compute_unrotated(self) -> torch.Tensor:
+        tables = self._rotation.read(0, self.seen, self.positions.device)
+        return tables.at(self.positions).unrotate(self._all_keys)
+
+    def query_moments(self, skip: int = 0) -> QueryMoments:
+        """Mean and covariance of this chunk's queries before RoPE, per query head, in float32.
+
+        Of the newest chunk only: in a chunked run, not of the prompt. skip: queries at the first `skip`
+        positions of the prompt are left out; zeros when none is left.
+        """
+        self._require(Need.QUERY_MOMENTS)
+        found = self._once(("query moments", skip), lambda: self._compute_moments(skip))
+        return QueryMoments(found[:, :, 0], found[:, :, 1:])
+
+    def _compute_moments(self, skip: int) -> torch.Tensor:
+        start = min(max(skip, self.seen - self.new), self.seen)
+        tables = self._rotation.read(start, self.seen, self.positions.device)
+        return streamed_moments(self._queries[:, :, self._queries.shape[2] - (self.seen - start) :], tables)
+
+    @property
+    def _rotation(self) -> Rotary:
+        if self._parts is None or self._parts.rotary is None:
+            raise PluginError("the model's rotation is not known in this run")
+        return self._parts.rotary
+
+    @property
+    def output_norms(self) -> torch.Tensor:
+        """||W_O^h v||_2 of every value: (batch, query_head, slot) float32."""
+        return self._project("output norms", lambda output: output.norms(self._all_values))
+
+    @property
+    def output_sums(self) -> torch.Tensor:
+        """||W_O^h v||_1 of every value: (batch, query_head, slot) float32."""
+        return self._project("output sums", lambda output: output.sums(self._all_values))
+
+    @property
+    def output_gram(self) -> torch.Tensor:
+        """W_O^h^T W_O^h, so that v^T G v is ||W_O^h v||^2: (query_head, dim, dim) float32."""
+        return self._project("output gram", lambda output: output.gram.clone())
+
+    def _project(self, name: str, compute: Callable[[OutputProjection], torch.Tensor]) -> torch.Tensor:
+        self._require(Need.OUTPUT_WEIGHTS)
+        output = None if self._parts is None else self._parts.output
+        if output is None:
+            raise PluginError("the model's output projection is not known in this run")
+        return self._once(name, lambda: compute(output))
+
+    @property
+    def question_tokens(self) -> int:
+        """How many of the last slots are the question and what comes before the answer; 0 while it is
+        withheld, or not read yet."""
+        self._require(Need.QUESTION)
+        if self._question is None:
+            raise PluginError("the length of the question is not known in this run")
+        return self._question
+
     def uniform(self) -> torch.Tensor:
         """One persistent uniform draw per token, KV head and layer: (batch, kv_head, slot) float32."""
         self._require(Need.RANDOM)
@@ -221,7 +271,7 @@ class Observation:
     def _require(self, need: Need) -> None:
         if need not in self.needs:
             raise PluginError(f"{need} was read but not declared in `needs`")
-        if need is Need.WINDOW_QUERIES and self._queries.shape[2] == 0:
+        if need in (Need.WINDOW_QUERIES, Need.QUERY_MOMENTS) and self._queries.shape[2] == 0:
             raise PluginError(
                 "the queries of the chunk are gone once its future is known or extra tokens are read"
             )

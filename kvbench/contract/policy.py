@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .model_description import ModelDescription
     from .observation import Observation
+    from .seen_text import SeenText
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,8 @@ class Policy(ABC):
     pins: tokens that the published method always keeps (`--pins native`).
     ranking: one sentence: how the published keep/evict rule becomes a total order.
     repeated: one sentence: what repeated application, after each chunk, means.
+    exactness: what its definition is from: official code, paper, abstract or notes, or ours. parity: the
+    implementation whose kept sets the tests compare, or none.
     bracket: "lower" or "upper" for reference policies that bound the others in figures.
     color: matplotlib colour; None derives one from the name.
     trainer: "module:function" behind `kvbench train --policy NAME`, for learned policies.
@@ -56,6 +59,8 @@ class Policy(ABC):
     needs: ClassVar[frozenset[Need]] = frozenset()
     ranking: ClassVar[str] = "by descending score"
     repeated: ClassVar[str] = "scores kept and new tokens again after each chunk"
+    exactness: ClassVar[str] = "ours"
+    parity: ClassVar[str] = "none"
     bracket: ClassVar[str | None] = None
     color: ClassVar[str | None] = None
     trainer: ClassVar[str | None] = None
@@ -76,7 +81,7 @@ class Policy(ABC):
 
         The engine reads them after the context, exposes their attention, and removes them: they leave
         nothing in the cache and do not shift later positions. Besides PROBE, such a policy may declare
-        keys, values and random numbers only.
+        nothing that comes from the chunk's queries, hidden states or the future.
         """
         return None
 
@@ -84,6 +89,11 @@ class Policy(ABC):
     def identity(self) -> str:
         """Fingerprint of the learned weights: part of a row's identity, so retraining gives new rows."""
         return ""
+
+    @property
+    def seen_text(self) -> SeenText | None:
+        """The text that learned weights have seen, as their file says it; None where it does not."""
+        return None
 
     @property
     def card(self) -> Mapping[str, Any]:

@@ -2,11 +2,13 @@
 
 A spec is a name, then after a colon the parameters that differ from their defaults. Parameters are
 the fields of the dataclass behind the name, and values are read as the fields' types. A parameter that
-must be given may be written first and without its name: `lm_eval:gsm8k,context=question`.
+must be given may be written first and without its name: `lm_eval:gsm8k,context=question`. A value that has
+commas or parameters of its own stands in brackets: `chunk_kv:base=(snapkv:window=32,kernel=5)`.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import types
 import typing
@@ -70,7 +72,7 @@ def split_specs(given: Iterable[str] | str) -> list[str]:
     specs: list[str] = []
     for text in [given] if isinstance(given, str) else given:
         start = len(specs)
-        for piece in filter(None, (part.strip() for part in text.split(","))):
+        for piece in filter(None, (part.strip() for part in _pieces(text))):
             if "=" not in piece.split(":", 1)[0]:
                 specs.append(piece)
             elif len(specs) > start and ":" in specs[-1]:
@@ -85,7 +87,7 @@ def split_name(text: str) -> tuple[str, dict[str, str]]:
     """One spec's name and its parameters as written; FIRST names one written without. Raises: BadInput."""
     name, colon, rest = text.strip().partition(":")
     values: dict[str, str] = {}
-    for index, piece in enumerate(rest.split(",") if colon else []):
+    for index, piece in enumerate(_pieces(rest) if colon else []):
         key, equals, value = (part.strip() for part in piece.partition("="))
         if index == 0 and key and not equals:
             key, value = FIRST, key
@@ -93,8 +95,35 @@ def split_name(text: str) -> tuple[str, dict[str, str]]:
             raise BadInput(f"'{piece}' in '{text}': write parameters as {name}:NAME=VALUE,NAME=VALUE")
         if key in values:
             raise BadInput(f"'{text}' gives {key} twice: keep one of them")
-        values[key] = value
+        values[key] = _bare(value)
     return name, values
+
+
+def _pieces(text: str) -> list[str]:
+    """A text cut at the commas that stand in no brackets. Raises: BadInput for a bracket without its pair."""
+    pieces, depth, start = [], 0, 0
+    for index, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            break
+        if letter == "," and not depth:
+            pieces.append(text[start:index])
+            start = index + 1
+    if depth:
+        raise BadInput(f"'{text}': a bracket has no pair; write NAME=(VALUE,VALUE)")
+    return [*pieces, text[start:]]
+
+
+def _bare(value: str) -> str:
+    """A value without the brackets around it, where one pair is around all of it."""
+    if not (value.startswith("(") and value.endswith(")")):
+        return value
+    inside, depth = value[1:-1], 0
+    for letter in inside:
+        depth += (letter == "(") - (letter == ")")
+        if depth < 0:
+            return value
+    return inside
 
 
 def build(cls: type, values: dict[str, str], asked: str) -> Any:
@@ -130,6 +159,24 @@ def _named(values: dict[str, str], known: dict[str, Parameter], asked: str) -> d
     return {needed if key == FIRST else key: value for key, value in values.items()}
 
 
+def parse_template_args(given: Iterable[str]) -> dict[str, Any]:
+    """The values of "KEY=VALUE" texts: true, false, none, numbers, else text. Raises: BadInput."""
+    values: dict[str, Any] = {}
+    for text in given:
+        name, equals, value = (part.strip() for part in text.partition("="))
+        if not (equals and name.isidentifier() and value) or name in values:
+            raise BadInput(f"--template-arg '{text}': write KEY=VALUE, each key once")
+        if value.lower() in ("none", "null"):
+            values[name] = None
+            continue
+        try:
+            read = json.loads(value.lower())
+        except ValueError:
+            read = value
+        values[name] = read if isinstance(read, bool | int | float) else value
+    return values
+
+
 def spec_of(instance: Any) -> str:
     """The canonical spec of a policy or task: only parameters that differ from their defaults."""
     pairs = []
@@ -143,7 +190,8 @@ def spec_of(instance: Any) -> str:
 def _written(value: Any) -> str:
     if value is None:
         return NONE
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"({text})" if "," in text or "=" in text else text
 
 
 def _default(field: Field[Any]) -> Any:

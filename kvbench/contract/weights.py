@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from ..errors import BadInput
 from .files import replace_file
+from .seen_text import SeenText
 
 SUFFIX = ".safetensors"
 
@@ -44,6 +45,26 @@ def save_tensors(path: Path, tensors: dict[str, torch.Tensor], metadata: dict[st
 
     path.parent.mkdir(parents=True, exist_ok=True)
     replace_file(path, lambda draft: save_file(tensors, draft, metadata=metadata))
+
+
+SEEN = "seen_text"  # the tensor and the key of the metadata
+
+
+def seen_tensors(seen: SeenText | None) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """What a weights file holds of the text its weights have seen: (tensors, metadata)."""
+    if seen is None:
+        return {}, {}
+    return {SEEN: torch.from_numpy(seen.hashes.view("int32").copy())}, {SEEN: str(seen.every)}
+
+
+def split_seen(
+    tensors: dict[str, torch.Tensor], metadata: dict[str, str]
+) -> tuple[dict[str, torch.Tensor], SeenText | None]:
+    """(the other tensors of a weights file, the text that its weights have seen if the file says it)."""
+    rest = {name: tensor for name, tensor in tensors.items() if name != SEEN}
+    if SEEN not in tensors:
+        return rest, None
+    return rest, SeenText(tensors[SEEN].numpy().view("uint32"), int(metadata[SEEN]))
 
 
 def save_state(

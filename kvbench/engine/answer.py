@@ -51,6 +51,11 @@ class AnswerRequest:
     sample: Sample
     draft: bool = True
 
+    @property
+    def tokens(self) -> int:
+        """Of the whole sample: the prompt and what may follow."""
+        return len(self.prompt.context) + self.prompt.room(self.sample.max_new_tokens)
+
 
 @dataclass(frozen=True)
 class AnswerSet:
@@ -162,7 +167,8 @@ def _read(
     pairs = [pair for part in plan.scored for pair in part]
     tokens = torch.empty(cache.rows, len(pairs), device=lm.device)
     reference = len(plan.scored[0])
-    block = max(1, LOGITS_LIMIT // (4 * cache.rows * lm.model.config.vocab_size))
+    vocabulary = lm.model.config.get_text_config(decoder=True).vocab_size
+    block = max(1, LOGITS_LIMIT // (4 * cache.rows * vocabulary))
     predicted, kl, row0 = [], [], []
     begin = 0
     while begin < len(tree):

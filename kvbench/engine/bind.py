@@ -8,15 +8,16 @@ layer.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from ..contract.layer_parts import FROM_PARTS, LayerParts
 from ..contract.model_description import ModelDescription
 from ..contract.need import Need
 from ..contract.policy import Policy
-from ..errors import KvbenchError, PluginError, place_of
+from ..errors import KvbenchError, PluginError, UnsupportedModel, place_of
 from ..model.lm import LoadedModel
 
 
@@ -30,12 +31,16 @@ class Probe:
 
 @dataclass(frozen=True, eq=False)
 class BoundPolicies:
-    """Policies ready for a model. policies: each as given -> bound. failures: policy -> what it did wrong."""
+    """Policies ready for a model. policies: each as given -> bound. failures: policy -> what it did wrong.
+
+    parts: of every full-attention layer, where a policy looks at them.
+    """
 
     lm: LoadedModel
     policies: Mapping[Policy, Policy]
     probes: tuple[Probe, ...]
     failures: Mapping[Policy, str]
+    parts: Mapping[int, LayerParts] = field(default_factory=dict)
 
     def probe_length(self, policy: Policy) -> int:
         """How many extra tokens a policy reads."""
@@ -57,6 +62,7 @@ def bind_policies(
             continue
         try:
             bound[policy] = bind_policy(lm, policy)
+            check_parts(lm, policy)
             tokens = validated_probe(bound[policy], lm) if Need.PROBE in policy.needs else None
         except KvbenchError as error:
             failures[policy] = reason(policy, error)
@@ -68,7 +74,8 @@ def bind_policies(
             probes.append(same := (tokens, []))
         same[1].append(policy)
     found = tuple(Probe(tokens, frozenset(readers)) for tokens, readers in probes)
-    return BoundPolicies(lm, bound, found, failures)
+    parts = lm.parts if any(policy.needs & FROM_PARTS for policy in bound) else {}
+    return BoundPolicies(lm, bound, found, failures, parts)
 
 
 def bind_policy(model: LoadedModel | ModelDescription, policy: Policy) -> Policy:
@@ -87,6 +94,15 @@ def bind_policy(model: LoadedModel | ModelDescription, policy: Policy) -> Policy
     if bound != policy:
         raise PluginError(f"policy '{policy.name}': bind must return a policy that equals the one it is of")
     return bound
+
+
+def check_parts(lm: LoadedModel, policy: Policy) -> None:
+    """Refuse a policy that looks at parts of the model which cannot be read. Raises UnsupportedModel."""
+    if not policy.needs & FROM_PARTS:
+        return
+    for layer, parts in lm.parts.items():
+        if why := parts.missing(policy.needs):
+            raise UnsupportedModel(f"{lm.name}, layer {layer}: {why}, and this policy needs that")
 
 
 def validated_probe(policy: Policy, lm: LoadedModel) -> Tensor:
@@ -115,6 +131,12 @@ def validated_probe(policy: Policy, lm: LoadedModel) -> Tensor:
 
 def check_room(policy: Policy, lm: LoadedModel, start: int, count: int) -> str:
     """Why so many extra tokens cannot be read from a position on; "" where they can."""
+    if not lm.rotation.fits(start + count):
+        return (
+            f"policy '{policy.name}': {start} tokens and its {count} extra ones are more than "
+            f"{lm.rotation.border}, from which on {lm.name} rotates by other factors than this sample; use "
+            "other lengths"
+        )
     if start + count <= lm.geometry.max_length:
         return ""
     return (

@@ -71,23 +71,27 @@ class ReadContext:
 class ChunkReader:
     """A context that is read in chunks, each against what was kept of those before and itself.
 
-    ids: (token,). future: see `Moment`.
+    ids: (token,), the last `asked` of the question. future: see `Moment`.
     """
 
     def __init__(
-        self, bound: BoundPolicies, ids: Tensor, chunk: int, draw: int, future: Mapping[int, Tensor] | None
-    ) -> None:
+        self, bound: BoundPolicies, ids: Tensor, chunk: int, draw: int,
+        future: Mapping[int, Tensor] | None, asked: int = 0,
+    ) -> None:  # fmt: skip
         self.lengths = [min(chunk, len(ids) - start) for start in range(0, len(ids), chunk)]
         self._bound = bound
         self._chunks = ids.split(chunk)
         self._draw = draw
         self._future = future
+        self._border = len(ids) - asked
 
     def start(self, room: int) -> Cache:
         return Cache.empty(self._bound.lm.geometry.layers, self.lengths[0] + room)
 
     def rank(self, cache: Cache, index: int, wanted: Wanted) -> Rankings:
-        moment = Moment(sum(self.lengths[: index + 1]), self.lengths[index], self._draw, self._future)
+        seen = sum(self.lengths[: index + 1])
+        asked = max(0, seen - self._border)
+        moment = Moment(seen, self.lengths[index], self._draw, self._future, asked)
         rankings, _ = read_and_rank(self._bound, cache, self._chunks[index], wanted, moment)
         return rankings
 

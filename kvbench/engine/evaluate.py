@@ -64,13 +64,14 @@ def evaluate(
     cells: of any schedules; one without a policy gets the full cache's measurement. key: of the sample's
     random draws. draft: verify the full cache's answer in one pass before writing what differs. A policy that
     breaks its contract fails its own cells only; if it writes into what others see, the sample is read anew
-    without it.
+    without it. All its forwards are rotated as one over the whole sample (see `model.rotation`).
     """
     refused: dict[Policy, str] = {}
     request = AnswerRequest(lm, prompt, sample, draft)
     while True:
         try:
-            return _evaluate(request, cells, key, refused)
+            with lm.rotation.whole(request.tokens):
+                return _evaluate(request, cells, key, refused)
         except InputsWritten as error:
             refused[error.policy] = str(error)
 
@@ -112,7 +113,7 @@ def evaluate_full(
     cache = Cache.empty(lm.geometry.layers, n + max(room, extra))
     rankings, prefill_s = Rankings(), 0.0
     if n:
-        rankings, prefill_s = read_and_rank(bound, cache, ids, [now], Moment(n, n, key))
+        rankings, prefill_s = read_and_rank(bound, cache, ids, [now], Moment(n, n, key, None, prompt.asked))
     future = FutureAttention(lm, prompt)
     started = time.perf_counter()
     answers = answer_rows(request, cache, observer=future)
@@ -123,7 +124,7 @@ def evaluate_full(
     utility = future.stack()
     (held,) = count_rows(lm, cache, utility)
     if late:
-        moment = Moment(n, n, key, future.utility)
+        moment = Moment(n, n, key, future.utility, prompt.asked)
         rankings = rankings.joined(rank_stored(bound, cache, [late], moment, future.scalings))
     costs = measure_costs(rankings, utility)
     full = Measurement(outcome, held.pairs, held.slots, held.nbytes, 0.0, None, times)
@@ -204,4 +205,11 @@ def _choose_source(context: ReadSample, cell: Cell) -> ChunkSource:
     """How the context is read under a cell's schedule."""
     if cell.schedule.chunk is None:
         return ReadContext(context.full, len(context.ids), context.rankings)
-    return ChunkReader(context.bound, context.ids, cell.schedule.chunk, context.draw, context.future)
+    return ChunkReader(
+        context.bound,
+        context.ids,
+        cell.schedule.chunk,
+        context.draw,
+        context.future,
+        context.request.prompt.asked,
+    )

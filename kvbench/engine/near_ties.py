@@ -17,7 +17,7 @@ from ..contract.task import Sample
 from ..model.lm import LoadedModel
 from ..model.prompt import Prompt
 from .answer import AnswerRequest
-from .bind import bind_policies
+from .bind import BoundPolicies, bind_policies
 from .evaluate import evaluate_batch, evaluate_full
 from .measure import Failure, Measurement
 from .ranking import Ranking, Rankings
@@ -74,13 +74,20 @@ def evaluate_near_ties(
     """
     if cell.policy is None or cell.schedule.kind != "prefill":
         return
-    bound = bind_policies(lm, [cell.policy])
-    full, context = evaluate_full(AnswerRequest(lm, prompt, sample), bound, [cell], key)
+    request = AnswerRequest(lm, prompt, sample)
+    with lm.rotation.whole(request.tokens):
+        yield from _flip_each(request, bind_policies(lm, [cell.policy]), cell, key)
+
+
+def _flip_each(
+    request: AnswerRequest, bound: BoundPolicies, cell: Cell, key: int
+) -> Iterator[tuple[NearTie, Measurement, Measurement]]:
+    full, context = evaluate_full(request, bound, [cell], key)
     place = (0, cell.ranker)
     if context is None or place not in context.rankings.found:
         return
     ranking = context.rankings.found[place]
-    for tie in find_near_ties(ranking, cell, lm.geometry.full_layers):
+    for tie in find_near_ties(ranking, cell, request.lm.geometry.full_layers):
         order = ranking.order.clone()
         cut = slice((cell.budget or 0) - 1, (cell.budget or 0) + 1)
         order[tie.full_layer, tie.kv_head, cut] = order[tie.full_layer, tie.kv_head, cut].flip(0)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from ..contract.observation import Observation, ProbeLayer
-from ..model.geometry import Geometry
 from .attention import Layer
+from .bind import BoundPolicies
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,16 +21,18 @@ class Moment:
     """When tokens compete. seen: tokens read so far, evicted ones included. new: those of the last chunk.
 
     draw: key of random draws. future: u per layer, see `FutureAttention`; None while it is not known.
+    question: tokens of the question among the last that were read; 0 while it is withheld.
     """
 
     seen: int
     new: int
     draw: int
     future: Mapping[int, Tensor] | None = None
+    question: int = 0
 
 
 def observe_rows(
-    geometry: Geometry, layer: Layer, rows: Sequence[int], moment: Moment, hidden: Tensor | None = None,
+    bound: BoundPolicies, layer: Layer, rows: Sequence[int], moment: Moment, hidden: Tensor | None = None,
     probe: int = 0,
 ) -> Observation:  # fmt: skip
     """What policies see of these rows of the layer's bucket, by their place in the batch, ascending.
@@ -38,6 +40,7 @@ def observe_rows(
     hidden: what the attention module received, all rows of the batch. probe: extra tokens of this pass; they
     stand last in the cache, and do not compete.
     """
+    geometry = bound.lm.geometry
     first = layer.bucket.rows.start
     inside = [row - first for row in rows]
     stored = layer.bucket.view(layer.index)
@@ -59,6 +62,8 @@ def observe_rows(
         _queries=queries[:, :, probe:],
         _hidden=None if hidden is None else _take(hidden, rows),
         _future=None if future is None else lambda: future,
+        _parts=bound.parts.get(layer.index),
+        _question=moment.question,
         _probe=ProbeLayer(queries, _take(stored[0][:, :, slots:], inside)) if probe else None,
     )
 

@@ -139,7 +139,7 @@ class RankingPass:
 
     def _observe(self, layer: Layer, rows: tuple[int, ...]) -> tuple[Observation, SharedCosts]:
         hidden = self.hidden.get(layer.index)
-        seen = observe_rows(self._bound.lm.geometry, layer, rows, self._moment, hidden, self._probe)
+        seen = observe_rows(self._bound, layer, rows, self._moment, hidden, self._probe)
         costs = SharedCosts(seen.keys.device)
         seen._sharing = costs.compute
         return seen, costs

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..contract.observation import SharedWork
+from ..contract.shared_work import SharedWork
 
 
 class Lap:

@@ -52,6 +52,7 @@ class TraceConfig:
     store: str = "float16"
     device: str = "auto"
     dtype: str = "auto"
+    template_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -144,9 +145,10 @@ def _compute(
                 if isinstance(found, LostJob):
                     lost.append(f"{request.name}: {found.reason}")
                     continue
-                layers, scaling = found
-                tokens, context = layers[0][0].shape[1], len(request.prompt.context)
-                info = TraceInfo(request.name, tokens, context, request.task, scaling)
+                layers, scaling, ids = found
+                info = TraceInfo(
+                    request.name, len(ids), len(request.prompt.context), request.task, scaling, ids=ids
+                )
                 writer.add(info, layers)
                 advance(request.task)
         except KeyboardInterrupt:
@@ -212,7 +214,7 @@ def _prompts(config: TraceConfig, opened: OpenModel, spec: str, count: int) -> l
     task = TASKS.parse(spec)
     options = SampleOptions(
         "withheld",  # a trace's boundary is where the question begins, whatever the task shows
-        limit=count, seed=config.seed, data=config.data,
+        limit=count, seed=config.seed, data=config.data, template_args=config.template_args,
     )  # fmt: skip
     found = []
     for sample, prompt in prepare(task, opened, options).items:
@@ -229,7 +231,9 @@ def _length(prompt: Prompt) -> int:
 
 def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
     geometry = opened.geometry
+    given = {"template_args": list(config.template_args)} if config.template_args else {}
     return {
+        **given,
         "model": opened.name,
         "model_sha256": opened.sha256,
         "layers": len(geometry.full_layers),

@@ -1,7 +1,7 @@
 """Recorded tokens, ranked: what policies would keep at a split point of a trace, and what the future says.
 
 No model is called, but for policies that read extra tokens: the traces' model reads those, and nothing
-else, after the recorded keys and values.
+else, after the recorded keys and values. Who looks at rotations or the output projection finds that model's.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import torch
 from torch import Tensor
 
 from ..contract.draws import draw_key
+from ..contract.layer_parts import FROM_PARTS, LayerParts
 from ..contract.model_description import ModelDescription
 from ..contract.need import Need
-from ..contract.observation import Observation, ProbeLayer, SharedWork
+from ..contract.observation import Observation, ProbeLayer
 from ..contract.pins import Pins, parse_pins
 from ..contract.policy import Policy, TrainedFor
 from ..contract.registry import POLICIES, expand_policies, spec_of
+from ..contract.shared_work import SharedWork
 from ..engine.attention import Layer
-from ..engine.bind import bind_policy, check_room, validated_probe
+from ..engine.bind import bind_policy, check_parts, check_room, validated_probe
 from ..engine.cache import Cache
 from ..engine.order import rank
 from ..engine.probe import read_probe
@@ -34,6 +36,9 @@ from .trace import Trace, TraceSet, utilities
 if TYPE_CHECKING:
     from ..model.open import LoadedModel
     from .trace import Trace
+
+
+NOT_RECORDED = frozenset({Need.HIDDEN_STATES, Need.QUESTION})
 
 
 @dataclass(frozen=True)
@@ -51,8 +56,8 @@ class SplitRanking:
 
 @dataclass(frozen=True)
 class RecordedRanker:
-    """Ranks traces with policies, bound to them. pins: none, native, or FIRST,LAST. lm: reads extra tokens,
-    if any do."""
+    """Ranks traces with policies, bound to them. pins: none, native, or FIRST,LAST. lm: the traces' model,
+    where a policy needs it."""
 
     traces: TraceSet
     policies: list[Policy]
@@ -68,6 +73,10 @@ class RecordedRanker:
         parse_pins(pins)
         policies = policies_for(traces, specs)
         lm = _reader(traces, policies)
+        for policy in policies:
+            _check_recorded(policy)
+            if lm is not None:
+                check_parts(lm, policy)
         bound = [bind_policy(_describe(traces), policy) for policy in policies]
         return cls(traces, bound, pins, seed, lm)
 
@@ -83,6 +92,7 @@ class RecordedRanker:
     def rank(self, trace: Trace, splits: list[int]) -> list[SplitRanking]:
         """Every policy's ranking of all layers, at every split. splits: ascending, each in 1..token-1."""
         probes = self._probes(trace, splits)
+        parts = self._parts()
         orders: dict[tuple[int, str], list[Tensor]] = {}
         utility: list[list[Tensor]] = [[] for _ in splits]
         for layer in range(self.traces.layers):
@@ -91,6 +101,7 @@ class RecordedRanker:
             for i, n in enumerate(splits):
                 utility[i].append(found[i])
                 seen = self._observation(trace, layer, (q[:, :n], k[:, :n], v[:, :n]), found[i])
+                seen = replace(seen, _parts=parts[layer] if parts else None)
                 for policy in self.policies:
                     shown = seen
                     if probed := probes.get((i, spec_of(policy))):
@@ -105,6 +116,12 @@ class RecordedRanker:
             )
             for i, n in enumerate(splits)
         ]
+
+    def _parts(self) -> list[LayerParts]:
+        """Those of the recorded layers, where a policy looks at them."""
+        if self.lm is None or not any(policy.needs & FROM_PARTS for policy in self.policies):
+            return []
+        return [self.lm.parts[layer] for layer in self.lm.geometry.full_layers]
 
     def _probes(self, trace: Trace, splits: list[int]) -> dict[tuple[int, str], list[ProbeLayer]]:
         """Extra tokens of every layer by (split, policy); policies with equal ones share a pass."""
@@ -171,6 +188,15 @@ def policies_for(traces: TraceSet, specs: Iterable[str]) -> list[Policy]:
     return policies
 
 
+def _check_recorded(policy: Policy) -> None:
+    """Raises BadInput for a policy that reads what traces do not hold."""
+    if lacking := sorted(need.value for need in policy.needs & NOT_RECORDED):
+        raise BadInput(
+            f"{spec_of(policy)} reads {' and '.join(lacking)}, which traces do not hold: "
+            "measure it with kvbench run"
+        )
+
+
 def learned_policies() -> list[str]:
     """Registered policies whose plain form has learned weights."""
     broken = POLICIES.failures()
@@ -184,8 +210,8 @@ def boundary(trace: Trace) -> list[int]:
 
 
 def _reader(traces: TraceSet, policies: list[Policy]) -> LoadedModel | None:
-    """The model that recorded the traces, where a policy has extra tokens for it to read."""
-    if not any(Need.PROBE in policy.needs for policy in policies):
+    """The model that recorded the traces, where a policy has tokens for it to read, or reads its parts."""
+    if not any(policy.needs & (FROM_PARTS | {Need.PROBE}) for policy in policies):
         return None
     opened = open_model(traces.header["model"], "cpu", traces.header["model_dtype"])
     if opened.sha256 != traces.header["model_sha256"]:
@@ -206,6 +232,11 @@ def probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[P
             f"{policy.name} reads extra tokens, which need every layer, and traces of {lm.name} lack the "
             "layers with a sliding window: measure it with kvbench run"
         )
+    with lm.rotation.whole(trace.info.tokens):
+        return _probe_trace(lm, trace, n, policy)
+
+
+def _probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[ProbeLayer]:
     tokens = validated_probe(bind_policy(lm, policy), lm)
     if why := check_room(policy, lm, n, len(tokens)):
         raise PluginError(why)

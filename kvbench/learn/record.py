@@ -23,7 +23,8 @@ from ..errors import BadInput
 from ..model.lm import LoadedModel
 from ..model.prompt import Continuation, Prompt
 
-Recording = tuple[list[tuple[Tensor, Tensor, Tensor]], float]  # per layer q, k, v; the factor on logits
+# Per layer q, k, v; the factor on logits; the token ids.
+Recording = tuple[list[tuple[Tensor, Tensor, Tensor]], float, tuple[int, ...]]
 
 
 class _Recorder:
@@ -56,6 +57,12 @@ class _Recorder:
 @torch.inference_mode()
 def answer_prompt(lm: LoadedModel, prompt: Prompt) -> Prompt:
     """The prompt with the model's own greedy answer as reference: as long as the given one at most."""
+    with lm.rotation.whole(len(prompt.context) + prompt.room(0)):
+        answer = _write_answer(lm, prompt)
+    return replace(prompt, reference=Continuation(tuple(answer), len(answer)))
+
+
+def _write_answer(lm: LoadedModel, prompt: Prompt) -> list[int]:
     start = len(prompt.context) + len(prompt.question)
     cache = Cache.empty(lm.geometry.layers, start + len(prompt.reference.ids))
     ids = torch.tensor([*prompt.context, *prompt.question], device=lm.device)
@@ -67,28 +74,37 @@ def answer_prompt(lm: LoadedModel, prompt: Prompt) -> Prompt:
             break
         answer.append(token)
         ids = torch.tensor([token], device=lm.device)
-    return replace(prompt, reference=Continuation(tuple(answer), len(answer)))
+    return answer
 
 
 @torch.inference_mode()
 def record(
     lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str
 ) -> Recording:
-    """One prompt followed by its reference: (queries, keys, values) per full-attention layer, scaling."""
+    """One prompt followed by its reference: queries, keys, values per full-attention layer; scaling; ids."""
+    tokens = len(prompt.context) + len(prompt.question) + len(prompt.reference.ids)
+    with lm.rotation.whole(tokens):
+        return _record(lm, prompt, dtype, eviction, name)
+
+
+def _record(
+    lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str
+) -> Recording:
     recorder = _Recorder(lm.geometry.full_layers, dtype)
     context = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
     rest = torch.tensor([*prompt.question, *prompt.reference.ids], device=lm.device)
+    ids = (*prompt.context, *prompt.question, *prompt.reference.ids)
     cache = Cache.empty(lm.geometry.layers, len(context) + len(rest))
     if eviction is None or not prompt.context:
         read(lm, cache, torch.cat([context, rest]), 0, observer=recorder)
-        return recorder.finish(), recorder.scaling
+        return recorder.finish(), recorder.scaling, ids
     bound = bind_policies(lm, [eviction.ranker.policy])
     if bound.failures:
         raise BadInput(next(iter(bound.failures.values())))
-    moment = Moment(len(context), len(context), draw_key(name))
+    moment = Moment(len(context), len(context), draw_key(name), None, prompt.asked)
     rankings, _ = read_and_rank(bound, cache, context, [[eviction.ranker]], moment, recorder)
     if rankings.failures:
         raise BadInput(next(iter(rankings.failures.values())))
     cache, _ = evict(lm, cache, [eviction], [0], rankings, len(rest))
     read(lm, cache, rest, len(context), observer=recorder)
-    return recorder.finish(), recorder.scaling
+    return recorder.finish(), recorder.scaling, ids

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..contract.files import replace_file
 from ..contract.identity import fingerprint
+from ..contract.seen_text import SeenText
 from ..errors import StoreError
 
 HEADER, INDEX = "traces.json", "index.jsonl"
@@ -43,7 +44,8 @@ def draft_of(task: str, trace_id: str) -> str:
 class TraceInfo:
     """One trace. tokens: its length; context: tokens before the question (the boundary split).
 
-    scaling: the model's factor on attention logits.
+    scaling: the model's factor on attention logits. ids: the tokens; none in traces of before they
+    were stored.
     """
 
     id: str
@@ -52,6 +54,7 @@ class TraceInfo:
     task: str
     scaling: float
     shard: int = -1
+    ids: tuple[int, ...] = ()
 
     @property
     def draft(self) -> str:
@@ -126,6 +129,12 @@ class TraceSet:
     def identity(self) -> str:
         """Digits that differ between sets of traces."""
         return fingerprint([self.header, [asdict(info) for info in self.infos]])
+
+    @property
+    def seen_text(self) -> SeenText | None:
+        """The text of all traces, for the weights that are learned from them; None where one has no ids."""
+        texts = [info.ids for info in self.infos]
+        return SeenText.of(texts) if texts and all(texts) else None
 
     @property
     def layers(self) -> int:

@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UnsupportedModel
+from .rotation import BY_LENGTH, rope_settings
 
 
 @dataclass(frozen=True)
 class Geometry:
     """The shape of the cache. full_layers: layers with full attention; sliding ones are never evicted.
 
-    max_length: the longest input the model was made for (tokens).
+    max_length: the longest input the model was made for (tokens). rotation_border: inputs that are longer
+    are rotated by other factors (LongRoPE).
     """
 
     layers: int
@@ -21,6 +23,7 @@ class Geometry:
     head_dim: int
     full_layers: tuple[int, ...]
     max_length: int
+    rotation_border: int | None = None
 
 
 def read_geometry(config: Any) -> Geometry:
@@ -52,8 +55,29 @@ def read_geometry(config: Any) -> Geometry:
         kv_heads=getattr(text, "num_key_value_heads", None) or heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         full_layers=full,
-        max_length=text.max_position_embeddings,
+        max_length=_read_length(text),
+        rotation_border=_read_border(text),
     )
+
+
+def _read_length(text: Any) -> int:
+    """Tokens that the model reads: YaRN stretches what it was first trained for."""
+    lengths = [text.max_position_embeddings]
+    for rope in rope_settings(text):
+        if rope.get("rope_type") == "yarn":
+            first = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+            lengths.append(int(rope["factor"] * first))
+    return max(lengths)
+
+
+def _read_border(text: Any) -> int | None:
+    """The length beyond which factors of the rotation change, where the model reads more than that."""
+    borders = [
+        rope["original_max_position_embeddings"]
+        for rope in rope_settings(text)
+        if rope.get("rope_type") == BY_LENGTH
+    ]
+    return min((border for border in borders if border < text.max_position_embeddings), default=None)
 
 
 def drop_idle_window(config: Any) -> None:
@@ -74,7 +98,7 @@ def _layer_types(text: Any) -> tuple[list[str], int | None]:
     layers = text.num_hidden_layers
     types = getattr(text, "layer_types", None)
     window = getattr(text, "sliding_window", None)
-    if window is not None and window >= text.max_position_embeddings:
+    if window is not None and window >= _read_length(text):
         window = None
         types = types and ["full_attention" if kind == "sliding_attention" else kind for kind in types]
     if types is None:

@@ -36,12 +36,12 @@ def attend(
     extra = [name for name in ("softcap", "s_aux", "head_mask") if kwargs.get(name) is not None]
     if kv_pass is None:
         raise UnsupportedModel(
-            f"{type(module).__name__} ran without kvbench's engine: load the model with another "
-            f"attn_implementation to use it on its own"
+            "its attention ran without kvbench's engine, which the model does not hand on; to use the model "
+            "on its own, load it with another attn_implementation"
         )
     if attention_mask is not None or dropout or extra:
         what = "a mask of its own" if attention_mask is not None else ", ".join(extra) or "dropout"
-        raise UnsupportedModel(f"{type(module).__name__} uses {what}, which the engine would ignore")
+        raise UnsupportedModel(f"its attention uses {what}, which the engine would ignore")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     out = kv_pass.attend(module, query, key, value, scale, sliding_window)
     return out.transpose(1, 2).contiguous(), None
@@ -54,31 +54,38 @@ def install() -> None:
     AttentionInterface.register(NAME, attend)
 
 
-class _Census:
-    """A pass without attention: it only notes which modules come through the hook, by layer."""
+class Census:
+    """A pass without attention: it only notes which modules come through the hook, by layer.
+
+    shapes: of each layer (query heads, KV heads, head size).
+    """
 
     def __init__(self) -> None:
         self.modules: dict[int, Any] = {}
+        self.shapes: dict[int, tuple[int, int, int]] = {}
 
     def attend(
         self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None
     ) -> Tensor:
         self.modules[module.layer_idx] = module
+        self.shapes[module.layer_idx] = (query.shape[1], key.shape[1], key.shape[3])
         return value.new_zeros(*query.shape[:3], value.shape[-1])
 
 
 @torch.inference_mode()
-def find_attention(model: Any, device: Any, dtype: Any) -> dict[int, Any]:
-    """Layer index -> the attention module that calls our function, found by a forward of one empty token.
-
-    No name of a class is trusted: what calls the hook is attention, whatever it is called.
-    """
-    census = _Census()
+def count_calls(model: Any, device: Any, dtype: Any, census: Census) -> None:
+    """Let a model read one empty token. No name of a class is trusted: what calls the hook is attention."""
     width = model.get_input_embeddings().weight.shape[1]
     model.base_model(
         inputs_embeds=torch.zeros(1, 1, width, device=device, dtype=dtype),
-        position_ids=torch.zeros(1, 1, device=device, dtype=torch.int64),
+        position_ids=torch.tensor([[0]], device=device),  # a constant, also where tensors have no numbers
         use_cache=False,
         kv_pass=census,
     )
+
+
+def find_attention(model: Any, device: Any, dtype: Any) -> dict[int, Any]:
+    """Layer index -> the attention module that calls our function, whatever it is called."""
+    census = Census()
+    count_calls(model, device, dtype, census)
     return census.modules

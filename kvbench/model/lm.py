@@ -9,9 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+from ..contract.layer_parts import LayerParts
 from ..contract.model_description import ModelDescription
 from ..contract.policy import Policy
 from .geometry import Geometry
+from .rotation import Rotation
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +63,18 @@ class LoadedModel:
         from .hook import find_attention
 
         return find_attention(self.model, self.device, self.dtype)
+
+    @cached_property
+    def rotation(self) -> Rotation:
+        """How positions become rotations; chosen once for a sample (see `Rotation.whole`)."""
+        return Rotation(self.model, self.geometry.rotation_border)
+
+    @cached_property
+    def parts(self) -> dict[int, LayerParts]:
+        """Rotation and output projection of every full-attention layer. Not while the model reads."""
+        from .parts import read_parts
+
+        return read_parts(self.model, self.geometry.full_layers, self.device, self.dtype)
 
     def bind(self, policy: Policy) -> Policy:
         """A policy ready for this model: bound once, and again when what it learned has changed."""

@@ -10,15 +10,18 @@ import os
 import platform
 import re
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from ..contract.hub import hub_reachable
 from ..errors import BadInput, UnknownName, UnsupportedModel
 from ..model import gguf
+from .blueprint import check_blueprint
 from .files import check_complete, check_folder, check_tokenizer, check_weights, fingerprint_folder, readable
 from .geometry import Geometry, drop_idle_window, read_geometry
 from .lm import LoadedModel as LoadedModel  # others import it from here
+from .prompting import fingerprint_prompting
 
 ALIASES = {
     "smollm2-135m": "SmolLM2-135M-Instruct, 30 layers, 9 query / 3 KV heads, 8192 tokens "
@@ -36,6 +39,7 @@ HUB_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 
 
 FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+TWICE = ["consolidated*", "original/*"]  # the same weights once more, in another format
 
 
 SPREAD = "cuda:all"  # the device of a model that is split over several
@@ -80,6 +84,11 @@ class OpenModel:
     dtype: Any
     geometry: Geometry
     spread: bool = False  # over all CUDA devices of this process, layer by layer; device is the first
+
+    @cached_property
+    def prompting_sha256(self) -> str:
+        """See `fingerprint_prompting`."""
+        return fingerprint_prompting(self.tokenizer, self.folder)
 
     def load(self) -> LoadedModel:
         """Read the weights, with our attention function, in eval mode and without gradients.
@@ -154,6 +163,7 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=False)
         geometry = read_geometry(config)
         drop_idle_window(config)
+        check_blueprint(config, geometry)
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     if not tokenizer.is_fast:
         raise UnsupportedModel(
@@ -235,7 +245,9 @@ def _folder(name: str) -> tuple[Path, str | None]:
         repo, _, wanted = name.partition("@")
         revision = wanted or None
     try:
-        folder = Path(hub.snapshot_download(repo, revision=revision, allow_patterns=FILES))
+        folder = Path(
+            hub.snapshot_download(repo, revision=revision, allow_patterns=FILES, ignore_patterns=TWICE)
+        )
     except Exception as error:  # of the network, of the hub, of the disk
         raise BadInput(
             f"model '{name}' could not be downloaded ({error}): run it again, what is complete is kept"

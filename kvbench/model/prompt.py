@@ -8,12 +8,19 @@ prompt/continuation in `_continuations`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
+from ..contract.identity import fingerprint
 from ..contract.task import PLACEHOLDER, Sample, plain_turns
 from ..errors import BadInput
+from .prompting import apply_template
+
+THOUGHT = re.compile(r"<(/?)(think|thinking|thought|reasoning)>")
 
 
 @dataclass(frozen=True)
@@ -26,12 +33,27 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sample as ids: context (in the cache when eviction happens), question, what may follow."""
+    """A sample as ids: context (in the cache when eviction happens), question, what may follow.
+
+    asked: tokens at the end of the context that are of the question, when it is seen.
+    """
 
     context: tuple[int, ...]
     question: tuple[int, ...]
     choices: tuple[Continuation, ...]
     reference: Continuation
+    asked: int = 0
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """What is read before the answer."""
+        return self.context + self.question
+
+    @property
+    def sha256(self) -> str:
+        """16 digits that change with anything that is read or scored."""
+        scored = [(part.ids, part.scored) for part in (*self.choices, self.reference)]
+        return fingerprint([self.context, self.question, scored])
 
     def room(self, new_tokens: int) -> int:
         """Slots that question and answer may take after the context; new_tokens: generated at most."""
@@ -86,11 +108,10 @@ def build_prompt(sample: Sample, tokenizer: Any, question: Literal["withheld", "
     if not ids:
         raise BadInput(f"sample '{sample.id}': its prompt has no tokens; give it a context or a question")
     length, choices, reference = _continuations(sample, tokenizer, rendered, ids)
-    context = length - 1
-    if question == "withheld":
-        inside = (index for index, end in enumerate(ends) if end > rendered.border)
-        context = min(next(inside, len(ids)), context)
-    return Prompt(ids[:context], ids[context:length], choices, reference)
+    inside = (index for index, end in enumerate(ends) if end > rendered.border)
+    border = min(next(inside, len(ids)), length - 1)
+    context = border if question == "withheld" else length - 1
+    return Prompt(ids[:context], ids[context:length], choices, reference, context - border)
 
 
 def render_turns(turns: list[dict[str, str]], tokenizer: Any, chat: bool, answer: bool = False) -> str:
@@ -103,8 +124,8 @@ def render_turns(turns: list[dict[str, str]], tokenizer: Any, chat: bool, answer
         return plain_turns(turns)
     begun = answer and turns[-1]["role"] == "assistant"
     try:
-        return tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=answer and not begun, continue_final_message=begun
+        return apply_template(
+            tokenizer, turns, add_generation_prompt=answer and not begun, continue_final_message=begun
         )
     except Exception as error:  # jinja raises what the template raises
         raise BadInput(f"the chat template refuses a dialogue ({error}); use --template none") from error
@@ -121,12 +142,42 @@ def end_of_turn(tokenizer: Any) -> int | None:
         return None
     turns = [{"role": "user", "content": "question"}, {"role": "assistant", "content": PLACEHOLDER}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+        text = apply_template(tokenizer, turns)
     except Exception:  # a template without model turns; jinja's errors share no base with ours
         return None
     tail = text.rpartition(PLACEHOLDER)[2]
     ids = tokenizer(tail.lstrip(), add_special_tokens=False)["input_ids"] if tail else []
-    return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+    return ids[0] if ids and _is_special(ids[0], tokenizer) else None
+
+
+def _is_special(token: int, tokenizer: Any) -> bool:
+    """Whether a token is special: by name, or only in the tokenizer's table of added tokens."""
+    added = tokenizer.added_tokens_decoder.get(token)
+    return token in tokenizer.all_special_ids or (added is not None and added.special)
+
+
+def open_thought(tokenizer: Any) -> str | None:
+    """The tag of a thought that the chat template opens for every answer and does not close, if any."""
+    turn = [{"role": "user", "content": PLACEHOLDER}]
+    try:
+        text = apply_template(tokenizer, turn, add_generation_prompt=True)
+    except Exception:  # jinja raises what the template raises; the first sample tells
+        return None
+    tags = THOUGHT.findall(text.rpartition(PLACEHOLDER)[2])
+    return f"<{tags[-1][1]}>" if tags and not tags[-1][0] else None
+
+
+def with_template_args(tokenizer: Any, given: Mapping[str, Any]) -> Any:
+    """The tokenizer with values for names that its chat template knows. Raises BadInput for others."""
+    template = tokenizer.chat_template
+    if not template:
+        raise BadInput("--template-arg: this tokenizer has no chat template; leave it out")
+    unknown = [name for name in given if not re.search(rf"\b{re.escape(name)}\b", str(template))]
+    if unknown:
+        raise BadInput(f"--template-arg {unknown[0]}: the chat template of this model does not use that name")
+    filled = copy.copy(tokenizer)
+    filled.apply_chat_template = partial(tokenizer.apply_chat_template, **given)
+    return filled
 
 
 def _render(sample: Sample, tokenizer: Any, chat: bool) -> _PromptText:
@@ -168,7 +219,7 @@ def _in_template(content: str, tokenizer: Any, name: str) -> tuple[str, str, str
 def _apply(tokenizer: Any, content: str, name: str) -> str:
     turn = [{"role": "user", "content": content}]
     try:
-        return tokenizer.apply_chat_template(turn, add_generation_prompt=True, tokenize=False)
+        return apply_template(tokenizer, turn, add_generation_prompt=True)
     except Exception as error:  # jinja raises what the template raises
         raise BadInput(
             f"sample '{name}': the chat template refuses a single user turn ({error}); use --template none"

@@ -12,7 +12,7 @@ from ..errors import BadInput
 from ..stats.panels import SETTING, describe_setting, join_seeds, short_names
 from ..stats.significance import ALPHA
 from ..store.frame import metrics_of
-from .footnotes import note_empty, note_few, note_fitting
+from .footnotes import note_empty, note_few, note_fitting, note_seen
 from .table import FORMATS, grid, heading, json_lines
 from .words import difference_text, number, probability, sample_count
 
@@ -98,6 +98,7 @@ def _notes(lines: pd.DataFrame) -> list[str]:
         "detectable: the smallest true difference that this many samples detect with 80% power at "
         f"p < {ALPHA} before correction (-: fewer than 6 samples, or all alike); a smaller one may go "
         "undetected.",
+        *note_seen(lines, lines["policy"]),
         *note_fitting(lines, lines["policy"]),
         *note_empty(lines, lines["policy"]),
         *note_few(lines),

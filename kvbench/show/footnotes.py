@@ -8,9 +8,11 @@ from typing import Any
 import pandas as pd
 
 from ..contract.cell import FULL
+from ..stats.aggregate import FORCED
 from ..stats.intervals import FEW
 from .words import join
 
+SEEN = 0.2  # instructions and templates that training and test share stay below
 INTERVAL = "95% interval over samples, Wilson's where answers are counted, else by bootstrap (BCa)"
 
 
@@ -21,9 +23,33 @@ def footnotes(lines: pd.DataFrame) -> list[str]:
         notes.append(f"[lo,hi]: {INTERVAL}.")
     if (lines["metric"] == "eviction_cost").any():
         notes.append("Eviction cost is that of the whole ranking, pins included: the same at every budget.")
-    notes += note_few(lines) + note_fitting(lines, lines["label"]) + note_empty(lines, lines["label"])
+    notes += note_seen(lines, lines["label"]) + note_few(lines) + note_fitting(lines, lines["label"])
+    notes += _note_forced(lines)
+    notes += note_empty(lines, lines["label"])
     notes += _note_majority(lines) + _note_pinned(lines) + _note_missing(lines) + _note_layers(lines)
     return notes
+
+
+def note_seen(lines: pd.DataFrame, labels: pd.Series) -> list[str]:
+    """How much of the prompts learned weights were trained on. labels: of each line."""
+    shares = lines["seen_share"].groupby(labels, sort=False).mean().dropna()
+    if shares.empty:
+        return []
+    told = join([f"{share:.0%} ({label})" for label, share in shares.items()])
+    text = f"Of the 8-token runs of these prompts, weights were trained on {told}"
+    if shares.max() < SEEN:
+        return [f"{text}."]
+    return [f"NOT UNSEEN TEXT. {text}: what they remember may count as what they learned."]
+
+
+def _note_forced(lines: pd.DataFrame) -> list[str]:
+    """That learned weights were made for another file of the model."""
+    if FORCED not in lines:
+        return []
+    names = dict.fromkeys(lines.loc[lines[FORCED].fillna("") != "", "label"])
+    if not names:
+        return []
+    return [f"--force-weights: trained for a model with another fingerprint: {', '.join(names)}."]
 
 
 def note_few(lines: pd.DataFrame) -> list[str]:

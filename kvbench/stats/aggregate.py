@@ -30,9 +30,12 @@ CELL = (*ROW_SETTING, "spec", "budget", "pins", "family")  # rows that agree in 
 COLUMNS = [
     "task", "policy", "budget", "metric", "unit", "mean", "lo", "hi", "n", "model", "schedule", "chunk",
     "pins", "pins_mode", "question", "template", "seeds", "kept", "context_tokens", "n_fit", "n_empty",
+    "seen_share",
     "evicted_layers", "layers", "n_skipped", "n_failed", "reasons", "detail", "majority", "majority_label",
     "run", "config", "family",
 ]  # fmt: skip
+
+FORCED = "weights_for"  # one more column, where learned weights were forced onto another model
 
 Indices = NDArray[np.intp]
 
@@ -54,10 +57,10 @@ def aggregate(rows: pd.DataFrame, metrics: Sequence[str] | None = None) -> pd.Da
     metrics: which ones, None for all that the rows have. Returns COLUMNS; a line names its policy and
     its task by their specs (LINE_NAMES says which columns of rows these are). budget and chunk are Int64
     with NA (no budget: the full cache). n counts the different
-    samples behind the mean; seeds ("0,1,2") are pooled, and config is the first row's. kept and
-    context_tokens are means; lo and hi are NaN for one sample. n_fit: samples whose whole
-    context fits the budget, so that nothing is evicted. n_empty: samples with
-    an empty answer. reasons: why rows were skipped or failed.
+    samples behind the mean; seeds ("0,1,2") are pooled, and config is the first row's. kept,
+    context_tokens and seen_share are means; lo and hi are NaN for one sample. n_fit: samples whose whole
+    context fits the budget, so that nothing is evicted. n_empty: samples with an empty
+    answer. reasons: why rows were skipped or failed.
     detail: the label that majority_rate or label_share is about. majority: the majority rate of the
     cell's samples (NaN unless a choice task), beside every metric.
     A configuration without any usable row keeps one line per metric of its task, with n = 0.
@@ -159,6 +162,7 @@ class Cells:
         self._columns: dict[str, NDArray[np.object_]] = {}
         self._numbers: dict[str, Floats] = {}
         self._kinds: dict[str, Kind] = {}
+        self._forced = FORCED in rows and rows[FORCED].fillna("").ne("").any()
 
     def column(self, name: str) -> NDArray[np.object_]:
         if name not in self._columns:
@@ -201,7 +205,7 @@ class Cells:
         first = members[0]
         line = {LINE_NAMES.get(name, name): self.column(name)[first] for name in (*CELL, "run", "config")}
         line["seeds"] = join_seeds(map(int, _known(self.numbers("seed")[members])))
-        for name in ("kept", "context_tokens"):
+        for name in ("kept", "context_tokens", "seen_share"):
             values = _known(self.numbers(name)[ok])
             line[name] = math.fsum(values) / len(values) if len(values) else math.nan
         for name in ("evicted_layers", "layers"):
@@ -213,6 +217,8 @@ class Cells:
         line |= {"n_skipped": status["skipped"], "n_failed": status["failed"]}
         gold, line["majority_label"] = self.estimate(ok, "majority_rate")
         line["majority"] = gold.value
+        if self._forced:
+            line[FORCED] = self.column(FORCED)[first]
         line["reasons"] = "; ".join(f"{text} ({count})" for text, count in sorted(reasons.items()))
         return line
 
@@ -254,8 +260,9 @@ def _known(values: Floats) -> Floats:
 
 def _order_lines(lines: list[dict[str, Any]], rows: pd.DataFrame, names: Sequence[str]) -> pd.DataFrame:
     """Types, and a stable order: tasks and policies as they first appear in the file, full first."""
-    frame = pd.DataFrame(lines, columns=COLUMNS, dtype="object")
-    real = ["mean", "lo", "hi", "kept", "context_tokens", "majority"]
+    forced = [FORCED] if any(FORCED in line for line in lines) else []
+    frame = pd.DataFrame(lines, columns=[*COLUMNS, *forced], dtype="object")
+    real = ["mean", "lo", "hi", "kept", "context_tokens", "seen_share", "majority"]
     whole = ["budget", "chunk", "evicted_layers", "layers", "n", "n_fit", "n_empty", "n_skipped", "n_failed"]
     frame = frame.astype({**dict.fromkeys(real, "float64"), **dict.fromkeys(whole, "Int64")})
     inside = rows.sort_index()  # the file's order

@@ -165,7 +165,7 @@ def add_flags(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     of_full, stored = list_metrics(full) if len(full) else [], metrics_of(rows)
     names = [name for name in frame["metric"].unique() if name in of_full]
     ahead = [_ahead(_against_full(frame, rows, name), describe(name, stored))[on] for name in names]
-    frame = frame.merge(_majority_rates(rows), on=on, how="left")
+    frame = frame.merge(_majority_rates(rows), on=on, how="left").merge(_seen_shares(rows), how="left")
     frame = frame.merge(_empty_counts(rows), on=on[:-1], how="left")
     found = frame[on].merge(pd.concat([frame[on].head(0), *ahead]).assign(hit=True), on=on, how="left")
     flagged = frame.assign(
@@ -174,6 +174,13 @@ def add_flags(frame: pd.DataFrame, rows: pd.DataFrame) -> pd.DataFrame:
     )
     flagged.attrs = rows.attrs
     return flagged
+
+
+def _seen_shares(rows: pd.DataFrame) -> pd.DataFrame:
+    """By task, policy and budget, how much of the prompts its weights were trained on (see `SeenText`)."""
+    names = ["task_spec", "spec", "budget"]
+    found = rows.groupby(names, sort=False)["seen_share"].mean().reset_index()
+    return found.rename(columns=LINE_NAMES)[[LINE_NAMES.get(name, name) for name in names] + ["seen_share"]]
 
 
 def _against_full(frame: pd.DataFrame, rows: pd.DataFrame, metric: str) -> pd.DataFrame:

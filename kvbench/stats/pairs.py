@@ -26,11 +26,11 @@ from .intervals import intervals
 from .panels import ROW_SETTING, SETTING, join_seeds
 from .significance import detectable_effect, holm, mcnemar, run_tests
 
-FLAGS = ("beats_full", "below_majority", "majority", "majority_label", "n_empty")
+FLAGS = ("beats_full", "below_majority", "majority", "majority_label", "n_empty", "seen_share")
 COLUMNS = [
     "task", "policy", "baseline", "budget", "metric", "unit", "mean", "baseline_mean", "difference", "lo",
     "hi", "n", "n_fit", "win", "tie", "loss", "p_sign", "test", "p", "p_holm", "detectable", "beats_full",
-    "below_majority", "majority", "majority_label", "n_empty", "seeds",
+    "below_majority", "majority", "majority_label", "n_empty", "seen_share", "seeds",
 ]  # fmt: skip
 
 

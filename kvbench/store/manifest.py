@@ -23,6 +23,7 @@ from .manifest_form import check_manifest
 from .row import SCHEMA
 
 MANIFEST = "manifest.json"
+LATER = ("prompting_sha256",)  # facts that manifests of the first releases do not have
 PACKAGES = ("torch", "transformers", "lm_eval", "kvbench")
 
 
@@ -72,6 +73,7 @@ def prepare_manifest(
     if (folder / MANIFEST).exists():
         manifest = read_manifest(folder)
         _check_fixed(folder, manifest.get("fixed", {}), asked)
+        manifest["fixed"] = {**manifest["fixed"], **asked}
         _check_code(folder, manifest.get("code", {}), extra.get("code", {}), fresh)
         for name, now in (("versions", versions), ("machine", here)):
             if any(manifest.get(name, {}).get(key) != value for key, value in now.items()):
@@ -105,7 +107,8 @@ def note_run(folder: Path, facts: Mapping[str, Any]) -> None:
 
 def _check_fixed(folder: Path, there: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
     old, new = _leaves(there), _leaves(asked)
-    names = [name for name in {**old, **new} if _show(old, name) != _show(new, name)]
+    later = {name for name in LATER if name not in old}
+    names = [name for name in {**old, **new} if name not in later and _show(old, name) != _show(new, name)]
     if names:
         listing = "; ".join(
             f"{name}: {_show(old, name)} there, {_show(new, name)} asked" for name in sorted(names)

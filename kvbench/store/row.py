@@ -21,7 +21,9 @@ class Row:
 
     key, config, family: hashes (see `contract.identity`). settings: the configuration, by axis. spec,
     task_spec: policy and task as written. pins_mode: the rule that the pins follow. data: its source, in
-    words. context_tokens, question_tokens: read; cut_tokens: of the data, left out of the prompt. kept: KV
+    words. context_tokens, question_tokens: read; prompt_sha256: of what was read and scored, as token ids.
+    seen_share: of the prompt's 8-token runs, those in the text that the policy's weights were trained on,
+    where that is known. cut_tokens: of the data, left out of the prompt. kept: KV
     pairs per KV head and evicted layer; peak: the most there were while the context was read. status: ok,
     skipped or failed, with the reason. gold_label, label: of choice tasks. metrics: see `contract.metrics`.
     times: s, and rates that depend on the machine. score_layers_s: s for each layer, of `kvbench speed`.
@@ -38,6 +40,8 @@ class Row:
     sample: str
     context_tokens: int | None = None
     question_tokens: int | None = None
+    prompt_sha256: str | None = None
+    seen_share: float | None = None
     cut_tokens: int | None = None
     kept: float | None = None
     peak: int | None = None

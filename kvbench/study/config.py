@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ..contract.pins import parse_pins
+from ..contract.spec import parse_template_args
 from ..errors import BadInput
 
 
@@ -36,6 +37,8 @@ class RunConfig:
     likely answers in one pass, without changing results. seeds: several seeds instead of `seed`, each
     with its own rows. out: run folder; None derives one from the configuration, so repeating a command
     finds its rows. fresh: policies and tasks (names) whose rows in the folder are computed again.
+    template_args: "KEY=VALUE", given to the chat template. force_weights: accept learned weights for another
+    model of the same shape; every row of theirs says so.
 
     Raises: BadInput for values that are out of range or do not go together.
     """
@@ -59,6 +62,8 @@ class RunConfig:
     out: str | None = None
     seeds: tuple[int, ...] = ()
     fresh: tuple[str, ...] = ()
+    template_args: tuple[str, ...] = ()
+    force_weights: bool = False
 
     def __post_init__(self) -> None:
         for name in ("policies", "tasks", "budgets"):
@@ -67,7 +72,10 @@ class RunConfig:
             object.__setattr__(self, name, tuple([value] if alone else value))
             if not getattr(self, name):
                 raise BadInput(f"no {name} given: name at least one")
-        object.__setattr__(self, "fresh", tuple([self.fresh] if isinstance(self.fresh, str) else self.fresh))
+        for name in ("fresh", "template_args"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, tuple([value] if isinstance(value, str) else value))
+        parse_template_args(self.template_args)
         for name in ("model", "data", "out"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, os.fspath(getattr(self, name)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..contract.cell import Cell, Schedule
@@ -70,29 +70,52 @@ def check_data(data: str | None, tasks: list[Task]) -> None:
         task.check(data)
 
 
-def check_fits(policy: Policy, opened: OpenModel) -> None:
+def check_fits(policy: Policy, opened: OpenModel, force: bool = False) -> None:
     """Refuse learned weights on a model that they were not trained for.
 
-    Raises BadInput with the commands that would train them.
+    force: a model of the same shape will do. Raises BadInput with the commands that would train them.
     """
+    if not (force and forced_from(policy, opened)):
+        check_trained(policy, opened.name, _trained_for(opened), can_force=True)
+
+
+def forced_from(policy: Policy | None, opened: OpenModel) -> str:
+    """The fingerprint of the model that weights were trained for, where it is another one of the same
+    shape; "" where there is nothing to force."""
+    trained = policy.trained_for if policy else None
+    here = _trained_for(opened)
+    if trained is None or trained == here or replace(trained, sha256=here.sha256) != here:
+        return ""
+    return trained.sha256
+
+
+def _trained_for(opened: OpenModel) -> TrainedFor:
     geometry = opened.geometry
     shape = (len(geometry.full_layers), geometry.kv_heads, geometry.head_dim)
-    check_trained(policy, opened.name, TrainedFor(*shape, opened.sha256))
+    return TrainedFor(*shape, opened.sha256)
 
 
-def check_trained(policy: Policy, name: str, model: TrainedFor) -> None:
+def check_trained(policy: Policy, name: str, model: TrainedFor, can_force: bool = False) -> None:
     """`check_fits` for a model that is known by its name, sizes and fingerprint only."""
     trained = policy.trained_for
     if trained is None or trained == model:
         return
     asked = (model.layers, model.kv_heads, model.head_dim)
     fitting = (trained.layers, trained.kv_heads, trained.head_dim)
+    advice = ""
+    if can_force and asked == fitting:
+        advice = (
+            "If it is the same model in another file (from the hub, dequantised), --force-weights takes them "
+            "and marks every row. "
+        )
     reason = f"have another fingerprint than {name}" if asked == fitting else (
         f"are for (layers, KV heads, head size) {fitting}, {name} has {asked}"
     )  # fmt: skip
     raise BadInput(
-        f"the weights of {spec_of(policy)} {reason}. Train some for it: kvbench trace --model {name} "
-        f"--task needle,ruler/niah_single_2,ruler/niah_multikey_2,ruler/vt --length 350-700 --samples 96 "
-        f"--out traces, then kvbench train --policy {policy.name} --traces traces "
+        f"the weights of {spec_of(policy)} {reason}. {advice}Train some for it, with a seed and a text "
+        f"that no evaluation uses: kvbench trace --model {name} "
+        "--task ruler/niah_single_2:haystack=docstrings,"
+        "ruler/niah_multikey_1:haystack=docstrings,ruler/niah_multikey_2 --seed 1000 --length 350-700 "
+        f"--samples 128 --out traces, then kvbench train --policy {policy.name} --traces traces "
         f"--out {policy.name}.safetensors, then --policy {policy.name}:weights={policy.name}.safetensors"
     )

@@ -60,8 +60,14 @@ def measured_row(
 
 
 def _read_row(work: Workload, cell: Cell, sample: Sample, prompt: Prompt) -> Row:
-    row = _blank(work, cell, sample)
-    return replace(row, context_tokens=len(prompt.context), question_tokens=len(prompt.question))
+    seen = cell.policy.seen_text if cell.policy else None
+    return replace(
+        _blank(work, cell, sample),
+        context_tokens=len(prompt.context),
+        question_tokens=len(prompt.question),
+        prompt_sha256=prompt.sha256,
+        seen_share=seen.share(prompt.ids) if seen else None,
+    )
 
 
 def failed_rows(work: Workload, sample: Sample, wanted: Set[str], reason: str) -> list[Row]:
@@ -100,6 +106,11 @@ def _blank(work: Workload, cell: Cell, sample: Sample) -> Row:
 def _notes(work: Workload, cell: Cell, sample: Sample) -> list[str]:
     """What a reader of the row must know, beside its numbers."""
     notes = [sample.note]
+    if work.samples.thought:
+        notes.append(
+            f"the chat template opens a thought ({work.samples.thought}): answer, choices and reference "
+            "stand inside it; where the template can close it, --template-arg does (enable_thinking=false)"
+        )
     if (sample.bare or not sample.context) and work.plan.question == "withheld":
         notes.append(NO_CONTEXT)
     if cell.budget is not None and 0 < cell.pins.total >= cell.budget:

@@ -101,6 +101,7 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
     fixed = {
         "model": opened.name,
         "model_sha256": opened.sha256,
+        "prompting_sha256": opened.prompting_sha256,
         "model_revision": opened.revision,
         "dtype": str(opened.dtype).removeprefix("torch."),
         "device": opened.device.type,
@@ -201,7 +202,7 @@ def _fitting(config: RunConfig, policies: list[Policy], opened: OpenModel) -> tu
     fitting, notes = [], []
     for policy in policies:
         try:
-            check_fits(policy, opened)
+            check_fits(policy, opened, config.force_weights)
             fitting.append(policy)
         except BadInput as error:
             if spec_of(policy) in config.policies or "all" not in config.policies:
@@ -223,8 +224,10 @@ def _early_checks(config: RunConfig, tasks: list[Task], path: Path) -> None:
 
 def _default_folder(config: RunConfig) -> Path:
     """A folder that the same command finds again; more budgets, policies or samples go there too."""
-    growing = ("policies", "budgets", "limit", "draft", "out", "seeds", "fresh")
+    growing = ("policies", "budgets", "limit", "draft", "out", "seeds", "fresh", "force_weights")
     own = {key: value for key, value in config.as_dict().items() if key not in growing}
+    if not config.template_args:
+        del own["template_args"]  # so that commands of before the option find their folders
     names = file_name("-".join(spec.partition(":")[0] for spec in config.tasks)).lstrip(".")
     model = file_name(config.model).strip("._")
     return Path("results") / f"{names[:60]}-{model[-40:]}-{fingerprint(own)[:8]}"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
+from ..contract.spec import parse_template_args
 from ..contract.task import Sample, Samples, Setting, Task, guarded
 from ..errors import BadInput
 
@@ -23,13 +24,15 @@ class SampleOptions:
     seed: int = 0
     data: str | None = None
     template: Literal["auto", "chat", "none"] = "auto"
+    template_args: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class TaskSamples:
     """The samples of one task.
 
-    options: which they were built with. chat: whether the chat template is applied. source, sha256, seeded:
+    options: which they were built with. chat: whether the chat template is applied. thought: the tag of a
+    thought that it leaves open before the answer. source, sha256, seeded:
     of the data. metric: the main one. items: each sample with its prompt, or with the reason why it is
     skipped.
     """
@@ -42,6 +45,12 @@ class TaskSamples:
     seeded: bool
     metric: str
     items: list[tuple[Sample, Prompt | str]]
+    thought: str | None = None
+
+    @property
+    def template_args(self) -> dict[str, Any]:
+        """Values that the chat template was given; none without it."""
+        return parse_template_args(self.options.template_args) if self.chat else {}
 
 
 def prepare(task: Task, opened: OpenModel, options: SampleOptions) -> TaskSamples:
@@ -50,11 +59,17 @@ def prepare(task: Task, opened: OpenModel, options: SampleOptions) -> TaskSample
     Raises: BadInput for a template that the task cannot have, or samples that share an id; PluginError for
     a task whose own code fails.
     """
-    from ..model.prompt import uses_chat
+    from ..model.prompt import open_thought, uses_chat, with_template_args
 
     if options.template == "chat" and task.template == "none":
         raise BadInput(f"--template chat: task '{task.name}' is running text, without a user's turn")
     chat = uses_chat(opened.tokenizer, options.template) and task.template != "none"
+    if options.template_args and options.template == "none":
+        raise BadInput("--template-arg goes with a chat template; leave out --template none")
+    if options.template_args:
+        given = parse_template_args(options.template_args)
+        opened = replace(opened, tokenizer=with_template_args(opened.tokenizer, given))
+    thought = open_thought(opened.tokenizer) if chat else None
     made = _made(task, opened, options, chat)
     items = [
         (sample, _prompt(task, sample, opened, options.question, chat))
@@ -64,7 +79,7 @@ def prepare(task: Task, opened: OpenModel, options: SampleOptions) -> TaskSample
     if len(set(ids)) < len(ids):
         raise BadInput(f"task '{task.name}' gives two samples the same id: ids must be unique")
     metric = made.metric or task.metric
-    return TaskSamples(task, options, chat, made.source, made.sha256, made.seeded, metric, items)
+    return TaskSamples(task, options, chat, made.source, made.sha256, made.seeded, metric, items, thought)
 
 
 def _made(task: Task, opened: OpenModel, options: SampleOptions, chat: bool) -> Samples:

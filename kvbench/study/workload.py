@@ -12,7 +12,7 @@ from ..contract.registry import spec_of
 from ..contract.spec import parameters_of
 from ..contract.task import Sample
 from .config import RunConfig
-from .plan import TaskPlan
+from .plan import TaskPlan, forced_from
 from .samples import SampleOptions, TaskSamples, prepare
 
 if TYPE_CHECKING:
@@ -32,7 +32,9 @@ class Workload:
     @classmethod
     def build(cls, config: RunConfig, plan: TaskPlan, opened: OpenModel) -> Workload:
         """Prepare the samples that the plan's cells are evaluated on. Raises: as `prepare`."""
-        options = SampleOptions(plan.question, config.limit, config.seed, config.data, config.template)
+        options = SampleOptions(
+            plan.question, config.limit, config.seed, config.data, config.template, config.template_args
+        )
         return cls(config, plan, opened, prepare(plan.task, opened, options))
 
     @property
@@ -75,6 +77,8 @@ class Workload:
             "question": self.plan.question,
             "template": "chat" if self.samples.chat else "none",
             "seed": self.config.seed,
+            "template_args": self.samples.template_args,
+            "weights_for": forced_from(cell.policy, self.opened),
         }
 
     def family(self, cell: Cell) -> str:

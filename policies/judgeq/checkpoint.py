@@ -13,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from kvbench.contract.policy import TrainedFor
-from kvbench.contract.weights import file_state, save_tensors
+from kvbench.contract.seen_text import SeenText
+from kvbench.contract.weights import file_state, save_tensors, seen_tensors, split_seen
 from kvbench.errors import BadInput
 
 CARD, FITS = "card", "trained_for"
@@ -21,11 +22,15 @@ CARD, FITS = "card", "trained_for"
 
 @dataclass(frozen=True, eq=False)
 class SoftTokens:
-    """embeddings: (n, d_model) float32. trained_for: the model they fit. card: how they were made."""
+    """embeddings: (n, d_model) float32. trained_for: the model they fit. card: how they were made.
+
+    seen: the text they were trained on.
+    """
 
     embeddings: torch.Tensor
     trained_for: TrainedFor
     card: dict[str, Any]
+    seen: SeenText | None = None
 
     @property
     def identity(self) -> str:
@@ -36,8 +41,10 @@ class SoftTokens:
 
 def write_tokens(path: Path, tokens: SoftTokens) -> None:
     """Store soft tokens, float32, with their card as metadata."""
-    metadata = {CARD: json.dumps(tokens.card), FITS: json.dumps(vars(tokens.trained_for))}
-    save_tensors(path, {"embeddings": tokens.embeddings.detach().cpu().float().contiguous()}, metadata)
+    text, told = seen_tensors(tokens.seen)
+    metadata = {CARD: json.dumps(tokens.card), FITS: json.dumps(vars(tokens.trained_for)), **told}
+    embeddings = tokens.embeddings.detach().cpu().float().contiguous()
+    save_tensors(path, {"embeddings": embeddings, **text}, metadata)
 
 
 def load(path: Path) -> SoftTokens:
@@ -54,9 +61,10 @@ def _read(path: Path, state: tuple[int, ...]) -> SoftTokens:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
             card, fits = json.loads(metadata[CARD]), TrainedFor(**json.loads(metadata[FITS]))
-            embeddings = file.get_tensor("embeddings").float()
+            tensors, seen = split_seen({name: file.get_tensor(name) for name in file.keys()}, metadata)  # noqa: SIM118
+        embeddings = tensors["embeddings"].float()
         if embeddings.dim() != 2 or not embeddings.isfinite().all():
             raise ValueError("its embeddings are not a finite table")
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
         raise BadInput(f"{path} is not a file of JudgeQ's soft tokens ({error}): train again") from error
-    return SoftTokens(embeddings, fits, card)
+    return SoftTokens(embeddings, fits, card, seen)

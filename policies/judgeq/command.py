@@ -46,7 +46,7 @@ def train_file(recipe: JudgeQRecipe, folder: Path, out: Path, report: Report) ->
     rows, curve = train(recipe, traces, lm, resume=state, report=told)
     card = make_card(recipe, traces, curve) | {"seconds": round(time.perf_counter() - started, 1)}
     fits = TrainedFor(traces.layers, traces.kv_heads, traces.dim, traces.header["model_sha256"])
-    write_tokens(out, SoftTokens(rows, fits, card))
+    write_tokens(out, SoftTokens(rows, fits, card, traces.seen_text))
     report(f"loss curve: {draw(curve, out.with_suffix('.png'))}")
     state.unlink(missing_ok=True)
     return card

@@ -24,16 +24,17 @@ class Lesson:
     """One trace up to a split point n.
 
     keys, values: per layer (kv_head, n, dim) float32. wanted: per layer (query_head, n) float32, the mean
-    attention of all tokens from n on (the response) to each token before.
+    attention of all tokens from n on (the response) to each token before. total: tokens of the trace.
     """
 
     keys: list[Tensor]
     values: list[Tensor]
     wanted: list[Tensor]
+    total: int
 
     @classmethod
     def of(cls, trace: Trace, layers: int, n: int, device: Any) -> Lesson:
-        lesson = cls([], [], [])
+        lesson = cls([], [], [], trace.info.tokens)
         for layer in range(layers):
             q, k, v = trace.layer(layer)
             q, k, v = (part.to(device).float() for part in (q[:, n:], k, v[:, :n]))
@@ -88,7 +89,8 @@ def read_soft(lm: LoadedModel, lesson: Lesson, tokens: Tensor) -> SoftPass:
     seen = SoftPass(lesson)
     start = lesson.length
     positions = torch.arange(start, start + tokens.shape[0], device=tokens.device)[None]
-    lm.model.base_model(inputs_embeds=tokens[None], position_ids=positions, use_cache=False, kv_pass=seen)
+    with lm.rotation.whole(max(lesson.total, start + tokens.shape[0])):
+        lm.model.base_model(inputs_embeds=tokens[None], position_ids=positions, use_cache=False, kv_pass=seen)
     if len(seen.shown) < lm.geometry.layers:
         raise UnsupportedModel(f"{lm.name}: {len(seen.shown)} of {lm.geometry.layers} layers were seen")
     return seen

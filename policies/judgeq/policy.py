@@ -14,6 +14,7 @@ from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy, TrainedFor, param
 from kvbench.contract.registry import register
+from kvbench.contract.seen_text import SeenText
 from kvbench.contract.weights import find_weights
 from kvbench.errors import BadInput
 
@@ -51,6 +52,7 @@ class JudgeQ(Policy):
     """
 
     needs = frozenset({Need.KEYS, Need.PROBE})
+    exactness = "abstract"
     ranking = "by descending mean attention of the soft tokens; nothing is pinned"
     repeated = "the soft tokens are read again after each chunk, over kept and new tokens"
     color = "#117733"
@@ -93,6 +95,10 @@ class JudgeQ(Policy):
     @property
     def identity(self) -> str:
         return self.tokens.identity
+
+    @property
+    def seen_text(self) -> SeenText | None:
+        return self.tokens.seen
 
     @property
     def card(self) -> dict[str, Any]:

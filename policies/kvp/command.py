@@ -121,7 +121,7 @@ def write(
 ) -> None:
     """Write weights and card to one file."""
     shape = ScorerShape(traces.layers, traces.kv_heads, traces.dim, recipe.hidden, recipe.position)
-    write_weights(out, weights, shape, card)
+    write_weights(out, weights, shape, card, traces.seen_text)
 
 
 TRAINER = Trainer(recipes=RECIPES, train=train_file, train_sharded=train_sharded)

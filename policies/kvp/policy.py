@@ -16,12 +16,14 @@ from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy, TrainedFor, param
 from kvbench.contract.registry import register
+from kvbench.contract.seen_text import SeenText
 from kvbench.contract.weights import file_state, find_weights
 from kvbench.errors import BadInput
 
 from .checkpoint import read_weights
 from .scorer import ScorerShape, ScorerWeights, fast_scores, position_features
 
+LoadedWeights = tuple[list[ScorerWeights], ScorerShape, dict[str, Any], SeenText | None]
 WEIGHTS = Path(__file__).parent / "weights"
 
 
@@ -38,6 +40,7 @@ class KVP(Policy):
     """
 
     needs = frozenset({Need.KEYS, Need.VALUES})
+    exactness = "paper"
     ranking = "native: by descending score; the first 4 and last 16 tokens are pinned before it"
     repeated = "scores use original positions, so kept tokens score the same again"
     color = "#882255"
@@ -55,7 +58,7 @@ class KVP(Policy):
 
     @property
     def trained_for(self) -> TrainedFor:
-        _, shape, card = load(self.weights)
+        _, shape, card, _ = load(self.weights)
         return TrainedFor(shape.layers, shape.kv_heads, shape.dim, card["model_sha256"])
 
     @property
@@ -63,12 +66,16 @@ class KVP(Policy):
         return str(load(self.weights)[2]["identity"])
 
     @property
+    def seen_text(self) -> SeenText | None:
+        return load(self.weights)[3]
+
+    @property
     def card(self) -> dict[str, Any]:
         return load(self.weights)[2]
 
     def bind(self, model: ModelDescription) -> KVP:
         """With every layer's agents on the device of that layer. Raises BadInput for another geometry."""
-        agents, shape, _ = load(self.weights)
+        agents, shape, *_ = load(self.weights)
         given = (len(model.devices), model.kv_heads, model.head_dim)
         fitting = (shape.layers, shape.kv_heads, shape.dim)
         if given != fitting:
@@ -85,8 +92,8 @@ class KVP(Policy):
         return fast_scores(self._agents[seen.full_index], seen.keys, seen.values, features)
 
 
-def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, dict[str, Any]]:
-    """Per-layer agents ready for inference, their shape, and their card.
+def load(weights: str) -> LoadedWeights:
+    """Per-layer agents ready for inference, their shape, their card, and the text they have seen.
 
     A file is read once, and again when it has changed. Raises BadInput for what is no weights file.
     """
@@ -95,11 +102,11 @@ def load(weights: str) -> tuple[list[ScorerWeights], ScorerShape, dict[str, Any]
 
 
 @lru_cache(maxsize=32)
-def _read(path: Path, state: tuple[int, ...]) -> tuple[list[ScorerWeights], ScorerShape, dict[str, Any]]:
-    stacked, shape, card = read_weights(path)
+def _read(path: Path, state: tuple[int, ...]) -> LoadedWeights:
+    stacked, shape, card, seen = read_weights(path)
     folded = stacked.folded()
     agents = [folded.agents_of(layer, shape.kv_heads) for layer in range(shape.layers)]
     digest = hashlib.sha256(repr(shape).encode())  # of the numbers: equal weights may lie in unequal files
     for name, tensor in sorted(stacked.tensors().items()):
         digest.update(name.encode() + tensor.numpy().tobytes())
-    return agents, shape, {**card, "identity": digest.hexdigest()[:16]}
+    return agents, shape, {**card, "identity": digest.hexdigest()[:16]}, seen

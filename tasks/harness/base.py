@@ -136,7 +136,7 @@ def sample_of(task: Offline, prompt: DocumentPrompt, name: str, chat: bool) -> S
         choices = tuple(request.arguments[1] for request in prompt.requests)
         reference = choices[prompt.gold]
     else:
-        reference = ("" if chat else task.config.target_delimiter) + prompt.gold
+        reference = task.delimiter(prompt.requests[0].doc, chat) + prompt.gold
         tokens, stop = limits(prompt.requests[0].arguments[1])
     return Sample(
         id=name,

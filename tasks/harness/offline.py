@@ -129,6 +129,13 @@ class Offline(ConfigurableTask):
         left_out = chat and described and shown[0][0]["role"] != "system"
         return DocumentPrompt(context, question, requests, gold, bare, NO_SYSTEM if left_out else "")
 
+    def delimiter(self, doc: Mapping[str, Any], chat: bool) -> str:
+        """What stands between the prompt and the answer. A template opens the model's turn itself, so there
+        nothing does, except after an answer prefix that does not end in white space.
+        """
+        prefix = self.doc_to_prefix(doc) or " "
+        return "" if chat and prefix[-1].isspace() else str(self.config.target_delimiter)
+
     def grade(self, requests: list[Instance], answer: Answer) -> dict[str, float]:
         """lm-eval's filters and metrics of one answer; only metrics that are means over samples.
 

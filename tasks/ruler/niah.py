@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import ClassVar, Literal
 
-from kvbench.contract.data import Dataset, filler
+from kvbench.contract.data import Dataset, docstrings, filler
 from kvbench.contract.data import rows as data_rows
 from kvbench.contract.identity import fingerprint
 from kvbench.contract.policy import param
@@ -81,6 +81,11 @@ class Niah(Ruler):
         """(the essay, its source in words); nothing where the haystack is generated."""
         return "", ""
 
+    @property
+    def anywhere(self) -> bool:
+        """Whether each sample reads the essay from a place of its own, instead of from its beginning."""
+        return False
+
     def _draft(self, draw: random.Random, essay: str) -> Draft:
         pairs = _pairs(draw, self.key_kind, self.value_kind)
         facts = [next(pairs) for _ in range(max(self.keys, self.values))]
@@ -93,6 +98,9 @@ class Niah(Ruler):
         draw.shuffle(needles)
         depths = [place / (DEPTHS - 1) for place in sorted(draw.sample(range(DEPTHS), len(needles)))]
         spot = draw.random()
+        if self.anywhere:
+            place = draw.randrange(len(essay))
+            essay = essay[place:] + essay[:place]
         others: list[str] = []
 
         def body(size: int) -> str:
@@ -124,11 +132,16 @@ class Essay(Niah):
     data = "generated; essays: haystack=FILE, the hub's, else Python's reference"
 
     haystack: str | None = param(
-        None, "RULER: essays, here from the hub, else Python's reference; or: hub, python, a file"
+        None,
+        "RULER: essays, here from the hub, else Python's reference; or: hub, python, docstrings, a file",
     )
 
+    @property
+    def anywhere(self) -> bool:
+        return self.haystack == "docstrings"
+
     def _essay(self) -> tuple[str, str]:
-        file = self.haystack not in (None, "hub", "python")
+        file = self.haystack not in (None, "hub", "python", "docstrings")
         text, name = (read_text(str(self.haystack)), "a file") if file else _haystack(self.haystack)
         return " ".join(text.split()) + " ", f"; essay haystack: {name}, sha256 {fingerprint(text)}"
 
@@ -158,7 +171,8 @@ class Single2(Essay):
     (the reference that every Python carries); none takes the hub's where they can be had, else Python's.
     Rows and manifest say which. White space becomes single spaces, sentences end at . ! or ?, a text that
     is too short is repeated, and the last word may be cut; as in RULER, every sample reads it from its
-    beginning.
+    beginning. "docstrings" is for training: the docstrings of Python's standard library, each sample from
+    a place of its own, so that no text is learned from that the other haystacks are evaluated on.
     """
 
 
@@ -237,7 +251,9 @@ class MultiQuery(Essay):
 
 @functools.cache
 def _haystack(asked: str | None) -> tuple[str, str]:
-    """(text, its name). asked: "hub", "python", or None for the first of them that is there."""
+    """(text, its name). asked: "hub", "python", "docstrings", or None for the first that is there of two."""
+    if asked == "docstrings":
+        return docstrings(), "docstrings of Python's library, from a place drawn for each sample"
     if asked in (None, "hub"):
         try:
             found, source, _ = data_rows(ESSAYS, None)

@@ -161,7 +161,7 @@ def test_policies_without_a_trainer_are_refused() -> None:
 
 
 def test_settings_reach_the_recipe(weights: str) -> None:
-    _, shape, card = read_weights(Path(weights))
+    _, shape, card, _ = read_weights(Path(weights))
     wanted = replace(RECIPES["cpu"], steps=20, hidden=16, pins="none", last_lr=1e-5)
     assert card["recipe"] == asdict(wanted)
     assert wanted.objective != KVPRecipe().objective  # or the recipe's own settings would not show
@@ -171,7 +171,7 @@ def test_settings_reach_the_recipe(weights: str) -> None:
 def test_the_command_that_train_names_works(
     folder: str, traces: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It names the model of the traces, where that is not the default one, and quotes what a shell would split."""
+    """It names the model of the traces, if not the default, and quotes what a shell splits."""
     out = tmp_path / "my weights.safetensors"
     done = invoke(
         "train", "--policy", "kvp", "--traces", traces, "--out", out, "--steps", 2, "--hidden", 8

@@ -217,7 +217,13 @@ def _parts(seen: Observation) -> dict[str, torch.Tensor]:
     assert seen._hidden is not None
     assert seen._future is not None
     assert seen._probe is not None
+    assert seen._parts is not None
+    assert seen._parts.rotary is not None
+    assert seen._parts.output is not None
+    tables = seen._parts.rotary.read(0, 4, seen.keys.device)
     return {
+        "parts": torch.cat([tables.cos.flatten(), seen._parts.output.weight.flatten()]),
+        "question": torch.tensor(seen._question),
         "keys": seen.keys,
         "values": seen.values,
         "queries": seen._queries,

@@ -21,6 +21,13 @@ READS: dict[str, tuple[Need, Callable[[Observation], Tensor]]] = {
     "torch.norm of keys": (Need.KEYS, lambda seen: torch.linalg.vector_norm(seen.keys, dim=-1)),
     "values times 2": (Need.VALUES, lambda seen: (seen.values * 2).sum(-1)),
     "keys[...]": (Need.KEYS, lambda seen: seen.keys[..., 0]),
+    "rotary": (Need.ROTARY, lambda seen: seen.positions * seen.rotary(0, 3).cos.sum()),
+    "unrotated": (Need.UNROTATED_KEYS, lambda seen: seen.unrotated_keys.sum(-1)),
+    "moments": (Need.QUERY_MOMENTS, lambda seen: seen.positions * seen.query_moments(4).mean.sum()),
+    "output norms": (Need.OUTPUT_WEIGHTS, lambda seen: seen.by_group(seen.output_norms).mean(2)),
+    "output sums": (Need.OUTPUT_WEIGHTS, lambda seen: seen.by_group(seen.output_sums).mean(2)),
+    "output gram": (Need.OUTPUT_WEIGHTS, lambda seen: seen.positions * seen.output_gram.sum()),
+    "question": (Need.QUESTION, lambda seen: seen.positions * seen.question_tokens),
     "window": (Need.WINDOW_QUERIES, lambda seen: seen.by_group(seen.window_attention(1)[:, :, 0]).mean(2)),
 }
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbench.contract.observation import Observation, SharedWork
+from kvbench.contract.observation import Observation
 from kvbench.contract.registry import POLICIES
+from kvbench.contract.shared_work import SharedWork
 from kvbench.engine.order import keep, rank
 from tests.scene import DIM, KV_HEADS, QUERY_HEADS, scene
 

@@ -27,7 +27,7 @@ def test_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "new" / "folder" / "w.safetensors"
     weights = random_weights(SHAPE)
     write_weights(path, weights, SHAPE, CARD)
-    found, shape, card = read_weights(path)
+    found, shape, card, _ = read_weights(path)
     assert (shape, card) == (SHAPE, CARD)
     for name, tensor in weights.tensors().items():
         stored = tensor.half().float() if name in ("w1", "w2") else tensor

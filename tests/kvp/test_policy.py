@@ -25,6 +25,10 @@ from kvbench.policies.kvp.checkpoint import read_weights
 from kvbench.policies.kvp.command import TRAINER
 from kvbench.policies.kvp.policy import KVP
 from kvbench.policies.kvp.scorer import ScorerShape, ScorerWeights, position_features, scores
+from kvbench.show.comparison_table import render_comparison
+from kvbench.show.table import render
+from kvbench.stats.aggregate import aggregate
+from kvbench.stats.compare import compare
 from tests.kvp import make
 from tests.laws.lab import CHUNK, cell_of, cells_of, loaded, prompt_of, same_positions, try_out
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS
@@ -63,7 +67,7 @@ def test_a_kept_token_scores_the_same_in_every_chunk(
     path = weights_of(tmp_path, len(layers), position)
     cells = cells_of([f"kvp:weights={path}"], [33], "chunked")
     try_out(lm, prompt_of(), cells)
-    stacked, shape, _ = read_weights(Path(path))
+    stacked, shape, *_ = read_weights(Path(path))
     known: dict[tuple[int, int, int], float] = {}
     again = 0
     for seen, found in calls:
@@ -127,8 +131,30 @@ def test_trained_weights_run_on_their_model(
     assert calls
 
 
+@pytest.mark.usefixtures("story")
+def test_training_on_what_is_tested_is_told(folder: str, tmp_path: Path, trained: str) -> None:
+    """Four stories of seed 0 trained the weights; those of another seed have other words."""
+    found = {}
+    for seed in (0, 1):
+        config = kvbench.RunConfig(
+            (f"kvp:weights={trained}", "knorm"), ("story:length=60",), (24,), folder, limit=2, seed=seed,
+            device="cpu", out=str(tmp_path / str(seed)),
+        )  # fmt: skip
+        rows = kvbench.run(config, progress=False).rows
+        shares = rows.groupby("policy", sort=False)["seen_share"].mean()
+        assert shares.isna().to_dict() == {"full": True, "kvp": False, "knorm": True}
+        text = render(aggregate(rows)) + render_comparison(compare(rows, metrics=["nll"]))
+        found[seed] = shares["kvp"], text
+    assert found[0][0] == 1.0
+    assert found[0][1].count(
+        "NOT UNSEEN TEXT. Of the 8-token runs of these prompts, weights were trained on 100% (kvp"
+    )
+    assert found[1][0] < 0.5
+    assert found[1][1].count(f"weights were trained on {found[1][0]:.0%} (kvp") >= 2
+
+
 def test_the_card_says_what_the_weights_are(folder: str, trained: str) -> None:
-    _, shape, card = read_weights(Path(trained))
+    _, shape, card, _ = read_weights(Path(trained))
     opened = open_model(folder, device="cpu")
     assert (shape.layers, shape.kv_heads, shape.dim, shape.hidden) == (LAYERS, KV_HEADS, HEAD_DIM, 16)
     assert card["model_sha256"] == opened.sha256
@@ -257,3 +283,34 @@ def test_rows_of_retrained_weights_are_new(folder: str, tmp_path: Path) -> None:
     assert first == again
     assert not first[0] & other[0]
     assert first[1] == other[1]
+
+
+@pytest.mark.usefixtures("story")
+def test_weights_of_the_same_model_in_another_file_can_be_forced(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every row of theirs says so, and the table; rows without learned weights do not."""
+    from kvbench.show.table import render
+
+    file = make.weights_file(
+        tmp_path / "w.safetensors", ScorerShape(LAYERS, KV_HEADS, HEAD_DIM, hidden=8), "f" * 64, 0
+    )
+    asked: dict[str, Any] = {"limit": 1, "device": "cpu", "out": str(tmp_path / "r")}
+    specs = (f"kvp:weights={file}", "knorm")
+    with pytest.raises(BadInput, match="--force-weights takes them and marks every row"):
+        kvbench.run(kvbench.RunConfig(specs, ("story",), (24,), folder, **asked), progress=False)
+    config = kvbench.RunConfig(specs, ("story",), (24,), folder, force_weights=True, **asked)
+    result = kvbench.run(config, progress=False)
+    marks = result.rows.set_index("policy")["weights_for"].to_dict()
+    assert marks == {"full": "", "knorm": "", "kvp": "f" * 64}
+    assert set(result.rows["status"]) == {"ok"}
+    assert "--force-weights: trained for a model with another fingerprint: kvp" in render(
+        result.table, "text"
+    )
+    other = weights_of(tmp_path, layers=7)
+    config = kvbench.RunConfig(
+        (f"kvp:weights={other}",), ("story",), (24,), folder, force_weights=True, **asked
+    )
+    with pytest.raises(BadInput, match="are for") as refused:
+        kvbench.run(config, progress=False)
+    assert "--force-weights" not in str(refused.value)

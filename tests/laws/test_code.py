@@ -14,7 +14,7 @@ import pytest
 
 import kvbench
 from kvbench.audit.verify import verify
-from kvbench.contract.code import code_of
+from kvbench.contract.code import code_of, statements
 from kvbench.contract.registry import POLICIES, TASKS
 from kvbench.errors import StoreError
 from kvbench.store.results import REPLACED
@@ -123,3 +123,26 @@ def test_code_says_module_and_distribution() -> None:
     names = [POLICIES.get(name) for name in POLICIES.names()] + [TASKS.get(name) for name in TASKS.names()]
     assert len({code_of(cls)["sha256"] for cls in names}) > 10
     assert code_of(type("Nowhere", (), {"__module__": "__main__"}))["sha256"] is None
+
+
+def test_what_changes_no_number_is_no_change() -> None:
+    source = """
+'''Module.'''
+
+class A:
+    '''Doc.'''
+
+    x = "# no comment"  # one
+
+    def f(self):
+        '''Doc
+        of two lines.'''
+        return 1
+"""
+    plain = 'class A:\n    x = "# no comment"\n    def f(self):\n        return 1'
+    assert statements(source) == plain
+    assert statements(plain) == plain
+    assert statements(plain.replace("return 1", "return 2")) != plain
+    assert statements(plain.replace("# no", "# a")) != plain
+    assert statements("not python (") == "not python ("
+    assert statements("    x = 1  # indented\n") == "x = 1"

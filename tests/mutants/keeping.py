@@ -82,8 +82,8 @@ MUTATIONS = [
     ),
     mutation(
         "4", "what a policy is shown depends on the number of cells", EVALUATE,
-        "read_and_rank(bound, cache, ids, [now], Moment(n, n, key))",
-        "read_and_rank(bound, cache, ids, [now], Moment(n, n, key + len(cells)))",
+        "read_and_rank(bound, cache, ids, [now], Moment(n, n, key, None, prompt.asked))",
+        "read_and_rank(bound, cache, ids, [now], Moment(n, n, key + len(cells), None, prompt.asked))",
         "laws/test_order.py::test_one_cell_or_all",
     ),
     mutation(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from .mutation import mutation
 
 PROMPT, FILES = "kvbench/model/prompt.py", "kvbench/model/files.py"
+PROMPTING = "kvbench/model/prompting.py"
 STORE, ROWS, WORKLOAD = "kvbench/store/results.py", "kvbench/study/rows.py", "kvbench/study/workload.py"
 RUNNER = "kvbench/study/runner.py"
 INTERRUPT, VERIFY = "kvbench/study/interrupt.py", "kvbench/audit/verify.py"
@@ -24,7 +25,7 @@ MUTATIONS = [
     ),
     mutation(
         "7", "context and question are tokenised apart", PROMPT,
-        "    return Prompt(ids[:context], ids[context:length], choices, reference)",
+        "    return Prompt(ids[:context], ids[context:length], choices, reference, context - border)",
         "    apart = _tokenise(rendered.text[: rendered.border], tokenizer, rendered.special)[0]\n"
         "    ids = apart + _tokenise(rendered.text[rendered.border :], tokenizer, False)[0]\n"
         "    return Prompt(ids[: len(apart)], ids[len(apart) :], choices, reference)",
@@ -179,6 +180,36 @@ MUTATIONS = [
         "models", "the fingerprint does not read the weights", FILES,
         "            for index in range(SAMPLES):\n", "            for index in range(0):\n",
         "tasks/test_models.py::test_the_fingerprint_sees_weights_config_and_tokenizer",
+    ),
+    mutation(
+        "models", "the end of answers is no part of what decides prompts", PROMPTING,
+        '"eos": [tokenizer.eos_token_id, generation.get("eos_token_id")],', '"eos": [],',
+        "tasks/test_prompting.py::test_what_decides_prompts_and_stops_is_part_of_the_model",
+    ),
+    mutation(
+        "models", "a template prints today's date", PROMPTING,
+        "tokenize=False, strftime_now=strftime_now, **options", "tokenize=False, **options",
+        "tasks/test_prompting.py::test_the_date_of_a_template_does_not_follow_the_calendar",
+    ),
+    mutation(
+        "7", "a reference after an answer prefix loses its space", "tasks/harness/offline.py",
+        'prefix = self.doc_to_prefix(doc) or " "', 'prefix = " "',
+        "tasks/test_harness.py::test_an_answer_prefix_is_followed_by_a_space",
+    ),
+    mutation(
+        "learning", "nobody knows which text weights were trained on", "policies/kvp/command.py",
+        "shape, card, traces.seen_text)", "shape, card)",
+        "kvp/test_policy.py::test_training_on_what_is_tested_is_told",
+    ),
+    mutation(
+        "learning", "runs of tokens are hashed by their sum", "kvbench/contract/seen_text.py",
+        "powers = np.cumprod(np.full(RUN, odd))", "powers = np.full(RUN, odd)",
+        "store/test_seen_text.py::test_small_ids_are_told_apart",
+    ),
+    mutation(
+        "contract", "a wrapper forgets the pins of its base", "kvbench/contract/wrapper.py",
+        "return self.inner.pins", "return Pins()",
+        "contract/test_wrapper.py::test_what_it_reads_pins_and_fits_is_the_bases",
     ),
     mutation(
         "learning", "soft tokens learn from the response's last token only", JUDGEQ + "lesson.py",

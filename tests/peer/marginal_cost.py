@@ -26,6 +26,7 @@ from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES, TASKS
 from kvbench.contract.task import Sample
 from kvbench.engine.attention import Layer
+from kvbench.engine.bind import bind_policies
 from kvbench.engine.cache import Cache
 from kvbench.engine.forward import read
 from kvbench.engine.observe import Moment, observe_rows
@@ -69,9 +70,10 @@ def scoring(lm: LoadedModel, prompt: Prompt, spec: str) -> float:
     policy: Policy = lm.bind(POLICIES.parse(spec))
     n = len(prompt.context)
     layers: list[Observation] = []
+    bound = bind_policies(lm, [policy])
 
     def look(layer: Layer) -> None:
-        seen = observe_rows(lm.geometry, layer, (0,), Moment(n, n, draw=0))
+        seen = observe_rows(bound, layer, (0,), Moment(n, n, draw=0))
         layers.append(seen.limited_to(policy.needs))
 
     cache = Cache.empty(lm.geometry.layers, len(prompt.context))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import scipy.stats
 from matplotlib.colors import to_rgb
@@ -12,7 +13,7 @@ from matplotlib.colors import to_rgb
 from kvbench.show.panel import Panel, build_panels, read_declarations
 from kvbench.show.report.chart import BOTTOM, HEIGHT, LEFT, TOP, picture_of
 from kvbench.show.report.look import CONTRAST, DARK, assign_looks, brighten, luminance, outline
-from kvbench.show.report.relation import cells_table, relate, spearman
+from kvbench.show.report.relation import FEW_POLICIES, cells_table, in_words, relate, spearman
 from kvbench.show.scale import budget_scale, scale_of
 from kvbench.show.style import MARKERS, PALETTE
 from kvbench.store.results import read_rows
@@ -156,6 +157,29 @@ def test_eviction_error_in_words(panel: Panel) -> None:
     header, body = cells_table(panel, found)
     assert header == ["policy", "budget", "accuracy", "kl", "missed mass", "eviction cost"]
     assert len(body) == (policies + 2) * len(BUDGETS)
+
+
+def test_few_policies_show_no_relation() -> None:
+    rng = np.random.default_rng(1)
+    levels = np.arange(FEW_POLICIES, dtype=float)
+    for count, told in ((FEW_POLICIES - 1, False), (FEW_POLICIES, True)):
+        cells = pd.DataFrame(
+            [
+                {"label": f"p{policy}", "budget": budget, "x": level, "y": level + rng.normal(0, 0.01)}
+                for policy, level in enumerate(levels[:count])
+                for budget in (64, 128)
+            ]
+        )
+        text = in_words(cells, "missed_mass", "lower")
+        assert ("Less eviction error goes closely" in text) == told
+        assert (f"Fewer than {FEW_POLICIES} policies show no relation" in text) != told
+
+
+def test_eviction_cost_follows_no_budget() -> None:
+    cells = pd.DataFrame({"label": list("abcdef"), "budget": 64, "x": range(6), "y": range(6)}, dtype=object)
+    text = in_words(cells.astype({"x": float, "y": float}), "eviction_cost", "lower")
+    assert "A larger budget lowers the error" not in text
+    assert "Eviction cost is the same at every budget" in text
 
 
 def test_colours_can_be_seen_on_the_dark_page() -> None:

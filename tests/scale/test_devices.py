@@ -12,9 +12,10 @@ import transformers
 from torch import Tensor
 
 from kvbench.audit.specimen import Specimen
-from kvbench.contract.observation import Observation, SharedWork
+from kvbench.contract.observation import Observation
 from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES
+from kvbench.contract.shared_work import SharedWork
 from kvbench.engine.cache import Cache
 from kvbench.engine.evaluate import evaluate
 from kvbench.engine.order import rank

@@ -75,7 +75,7 @@ def test_a_trace_and_its_utilities(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = []
     for n in LENGTHS:
         with Largest() as largest:
-            layers, scaling = record(lm, prompt_of(n), torch.float16, Cell(policy, 32), "t")
+            layers, scaling, _ = record(lm, prompt_of(n), torch.float16, Cell(policy, 32), "t")
             q, k, _ = (part.float() for part in layers[0])
             utilities(q, k, scaling, [n // 2, n])
         sizes.append(largest.bytes)

@@ -325,6 +325,15 @@ def test_a_task_by_its_name_equals_ours(tmp_path: Path) -> None:
     assert build("lm_eval:arc_challenge", tmp_path, ARC).metric == "accuracy"
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_an_answer_prefix_is_followed_by_a_space(chat: bool, tmp_path: Path) -> None:
+    """As in lm-eval: a reference that nobody would write ("is" + "A") measures nothing."""
+    four = ARC | {"choices": {"text": ["Oxygen", "Neon", "Iron", "Salt"], "label": ["1", "2", "3", "4"]}}
+    sample = first("lm_eval:arc_challenge_chat", tmp_path, four, chat=chat)
+    assert (sample.context + sample.question).endswith("The best answer is")
+    assert sample.reference == " A"
+
+
 def test_a_context_column_withholds_the_rest(tmp_path: Path) -> None:
     row = {**ARC, "question": "One. Two?"}
     task = TASKS.parse("lm_eval:arc_challenge,context=question")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -291,3 +292,39 @@ def test_smollm2_chat_is_its_published_template(smol: LoadedModel) -> None:
         "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     )
     assert models.ALIASES.keys() == {"smollm2-135m"}
+
+
+@pytest.mark.parametrize(
+    ("file", "taken"),
+    [
+        ("model.safetensors", True), ("model-00001-of-00002.safetensors", True), ("config.json", True),
+        ("tokenizer.model", True), ("chat_template.jinja", True), ("consolidated.safetensors", False),
+        ("consolidated.00.pth", False), ("original/params.json", False), ("original/tokenizer.model", False),
+        ("pytorch_model.bin", False),
+    ],
+)  # fmt: skip
+def test_weights_are_downloaded_once(file: str, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+    from huggingface_hub.utils import filter_repo_objects
+
+    asked: dict[str, Any] = {}
+
+    def download(repo: str, **given: Any) -> str:
+        asked.update(given)
+        raise ConnectionError
+
+    monkeypatch.setattr(models, "check_model", lambda name: None)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    with pytest.raises(BadInput):
+        models.open_model("org/name", "cpu")
+    patterns = {name: asked[name] for name in ("allow_patterns", "ignore_patterns")}
+    assert (list(filter_repo_objects([file], **patterns)) == [file]) is taken
+
+
+def test_another_system_is_told_in_one_line() -> None:
+    code = "import sys; sys.platform = 'win32'; import kvbench"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (
+        done.stderr.splitlines()[-1]
+        == "ImportError: kvbench runs on Linux and macOS only; on Windows use WSL"
+    )

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbench.contract.data import Dataset
+from kvbench.contract.data import Dataset, docstrings, filler
 from kvbench.contract.registry import TASKS, expand_tasks
 from kvbench.contract.task import Answer, Sample, Samples, Setting
 from kvbench.errors import BadInput, DataNotFound, UnknownName
@@ -242,6 +242,25 @@ def test_an_essay_is_repeated_where_it_ends_and_named_in_the_source(tmp_path: Pa
     plain = made("niah_single_2:length=600", setting(limit=2))
     assert "not RULER's essays" in plain.source
     assert plain.sha256 != got.sha256
+
+
+def test_docstrings_are_read_from_another_place_by_each_sample() -> None:
+    got = made("niah_single_2:length=600,haystack=docstrings", setting(limit=6))
+    assert "docstrings of Python's library" in got.source
+    bodies = [sample.context.split("\n", 1)[1][:200] for sample in got.samples]
+    assert len(set(bodies)) == 6
+
+
+def test_text_to_train_on_is_not_the_text_of_the_tests() -> None:
+    """Runs of 8 words of a training haystack are in no other haystack."""
+
+    def runs(text: str) -> set[tuple[str, ...]]:
+        words = text.split()
+        return set(zip(*(words[i:] for i in range(8)), strict=False))
+
+    learned, tested = runs(docstrings()), runs(filler())
+    assert len(learned) > 50_000 < len(tested)
+    assert len(learned & tested) < 0.02 * len(tested)
 
 
 @pytest.mark.parametrize("asked", [None, "hub", "python"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...contract.cell import Cell, Ranker
 from ...contract.need import Need
-from ...contract.observation import SharedWork
+from ...contract.shared_work import SharedWork
 from ...engine.attention import Layer
 from ...engine.bind import BoundPolicies, bind_policies, reason
 from ...engine.cache import Cache
@@ -149,7 +149,7 @@ class _StageTimer:
     def _time(self, layer: Layer, ranker: Ranker, stages: Stages) -> None:
         geometry, policy = self._bound.lm.geometry, self._bound.policies[ranker.policy]
         hidden = self.hidden.get(layer.index)
-        seen = observe_rows(geometry, layer, (0,), self._moment, hidden, self._probe)
+        seen = observe_rows(self._bound, layer, (0,), self._moment, hidden, self._probe)
         span = Span()
         try:
             with self._clock.timed(span):
@@ -174,6 +174,11 @@ def run_stages(lm: LoadedModel, ids: Tensor, cells: Sequence[Cell], new_tokens: 
 
     new_tokens: decoded one by one, greedily, from each compacted cache and from the full one.
     """
+    with lm.rotation.whole(ids.shape[0] + new_tokens):
+        return _run_stages(lm, ids, cells, new_tokens)
+
+
+def _run_stages(lm: LoadedModel, ids: Tensor, cells: Sequence[Cell], new_tokens: int) -> PassTimes:
     release()
     clock = Clock(devices_of(lm.model))
     n = ids.shape[0]

@@ -22,6 +22,11 @@ ERRORS = ("missed_mass", "eviction_cost")
 RESAMPLES = 2_000
 LEVEL = (2.5, 97.5)  # percentiles
 LEAST = 4  # cells for a correlation
+FEW_POLICIES = 5  # below, the interval of resampled policies is no guide
+BUDGET = {
+    "missed_mass": "A larger budget lowers the error and helps the result by itself;",
+    "eviction_cost": "Eviction cost is the same at every budget, so it cannot follow what a budget does;",
+}
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,12 @@ def _draw(
 
 def _describe(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
     """How closely the two go together, over all cells of real policies and within each budget."""
-    cells = cells[cells["label"].isin(panel.candidates)].copy()
+    return in_words(cells[cells["label"].isin(panel.candidates)], x, panel.about(y).better)
+
+
+def in_words(cells: pd.DataFrame, x: str, better: str) -> str:
+    """The rank correlation of cells (label, budget, x, y) in words. x: the error. better: of the result."""
+    cells = cells.copy()
     cells[["x", "y"]] = (cells[["x", "y"]] / NOISE).round()  # rounding errors have no order
     places = f"{cells['label'].nunique()} policies at {cells['budget'].nunique()} budgets"
     who = f"{places}, brackets and cells that evict nothing left out"
@@ -111,11 +121,13 @@ def _describe(panel: Panel, cells: pd.DataFrame, x: str, y: str) -> str:
     n = len(cells)
     if not math.isfinite(rho):
         return f"n = {n} cells ({who}): too few, or all alike, for a rank correlation."
-    good = 1 if panel.about(y).better == "lower" else -1  # the sign that "less error, better result" has
-    strength = _strength(good * rho, good * low, good * high)
+    good = 1 if better == "lower" else -1  # the sign that "less error, better result" has
+    few = cells["label"].nunique() < FEW_POLICIES
+    strength = "" if few else _strength(good * rho, good * low, good * high) + " "
+    caution = f" Fewer than {FEW_POLICIES} policies show no relation, whatever the number." if few else ""
     return (
-        f"{strength} Spearman's rank correlation is {rho:+.2f} [{low:+.2f},{high:+.2f}] over n = {n} cells "
-        f"({who}). A larger budget lowers the error and helps the result by itself; {_within(cells)}"
+        f"{strength}Spearman's rank correlation is {rho:+.2f} [{low:+.2f},{high:+.2f}] over n = {n} cells "
+        f"({who}).{caution} {BUDGET[x]} {_within(cells)}"
     )
 
 
@@ -129,7 +141,7 @@ def _within(cells: pd.DataFrame) -> str:
     return (
         f"within one budget it is {enumerate_words(found)}."
         if found
-        else "within one budget it is not defined."
+        else f"within one budget there are too few policies (fewer than {LEAST}) for a correlation."
     )
 
 
