@@ -30,7 +30,7 @@ class ChunkKV(Wrapper):
 
     ranking = "chunks by descending mean score, inside a chunk by ascending position"
     repeated = "kept and new tokens are cut into chunks again"
-    color = "#E377C2"
+    color = "#5254A3"
     exactness = "official code"
     parity = "kvpress"
 

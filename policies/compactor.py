@@ -34,7 +34,7 @@ class Compactor(Policy):
     """
 
     needs = frozenset({Need.KEYS, Need.VALUES, Need.UNROTATED_KEYS, Need.WINDOW_QUERIES})
-    ranking = "the first and last tokens, then by descending sum of both parts"
+    ranking = "the pins, then by descending sum of both parts"
     repeated = "kept tokens are attended by the first tile of the newest chunk"
     color = "#E377C2"
 
@@ -55,12 +55,12 @@ class Compactor(Policy):
     def score(self, seen: Observation) -> torch.Tensor:
         inside = (seen.positions >= self.first) & (seen.positions < seen.seen - self.last)
         unusual = leverage_scores(seen.unrotated_keys, inside, seen.layer, self.sketch)
-        attended = self._attention(seen, inside) * seen.values.float().norm(dim=-1) * inside
+        attended = self._attend(seen, inside) * seen.values.float().norm(dim=-1) * inside
         attended = torch.nn.functional.avg_pool1d(attended, 3, stride=1, padding=1)
         score = self.blend * _z(unusual, inside) + _z(attended, inside)
         return torch.where(inside, score, score.amax(-1, keepdim=True) + 1)
 
-    def _attention(self, seen: Observation, inside: torch.Tensor) -> torch.Tensor:
+    def _attend(self, seen: Observation, inside: torch.Tensor) -> torch.Tensor:
         """Column sums of attention in tiles of the chunk between the pins, mean over the group."""
         kept, total = seen.slots - seen.new, torch.zeros(inside.shape, device=inside.device)
         start = min(max(self.first - (seen.seen - seen.new), 0), seen.new)
@@ -70,7 +70,7 @@ class Compactor(Policy):
             end = min(begin + self.tile, stop)
             columns = slice(0 if begin == start else kept + begin, kept + end)
             logits = queries[:, :, :, begin:end] @ keys[:, :, None, columns].transpose(-1, -2)
-            logits = logits.masked_fill(~inside[:, :, None, None, columns], float("-inf"))
+            logits.masked_fill_(~inside[:, :, None, None, columns], float("-inf"))
             total[:, :, columns] += logits.softmax(-1).sum(3).mean(2)
         return total
 

@@ -33,7 +33,7 @@ class CUR(Policy):
     needs = frozenset({Need.KEYS, Need.VALUES})
     ranking = "by descending product of the shares of key and value norms"
     repeated = "shares are computed again over kept and new tokens"
-    color = "#17BECF"
+    color = "#6B6ECF"
     exactness = "official code"
     parity = "kvpress"
 

@@ -30,7 +30,7 @@ class ObservedAttention(Policy):
     needs = frozenset({Need.ATTENTION_SUMS})
     ranking = "by descending attention received per query"
     repeated = "kept and new tokens are ranked by the queries of the newest chunk"
-    color = "#8C564B"
+    color = "#8C6D31"
     exactness = "official code"
     parity = "kvpress"
 

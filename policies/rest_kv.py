@@ -25,7 +25,7 @@ class RestKV(Policy):
     Shapes: score (batch, kv_head, slot) float32.
     Source: arXiv:2605.08840; an-yongqi/rest-kv, by its definition and the values of its scripts.
     Differs: the mean over the group (the official code keeps a set per query head). Its pooling widens
-    and shifts with how far the attended places drift, which is not stated well enough to follow: pooling
+    and shifts with how far the attended places drift, which no text defines well enough to follow: pooling
     has one width (`kernel`, ours), with the border repeated. In chunked runs neighbours are slots, and a
     chunk shorter than the window gives fewer queries. Window tokens are pins; with `--pins none` they
     still lead.

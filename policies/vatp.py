@@ -31,7 +31,7 @@ class VATP(Wrapper):
     own = frozenset({Need.VALUES})
     ranking = "by descending product of the base's score and the norm of the value"
     repeated = "the base is applied again; norms of values never change"
-    color = "#BCBD22"
+    color = "#B5CF6B"
     exactness = "official code"
 
     base: str = param("observed_attention:mean=false", "the paper's, with H2O's accumulator")

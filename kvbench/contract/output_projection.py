@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from torch import Tensor
 
 from .quadratic import quadratic
 
@@ -17,24 +16,24 @@ BLOCK = 1024  # slots of one head that are projected at once
 class OutputProjection:
     """W_O of one layer. weight: (d_model, query_head * dim), the module's own; W_O^h: columns of head h."""
 
-    weight: Tensor
+    weight: torch.Tensor
     query_heads: int
 
     @cached_property
-    def gram(self) -> Tensor:
+    def gram(self) -> torch.Tensor:
         """W_O^h^T W_O^h of every head: (query_head, dim, dim) float32. Made once per model."""
         with torch.inference_mode(False), torch.no_grad():
             heads = self._heads()
             return heads.transpose(-1, -2) @ heads
 
-    def norms(self, values: Tensor) -> Tensor:
+    def norms(self, values: torch.Tensor) -> torch.Tensor:
         """||W_O^h v||_2, in the model's output: (batch, query_head, slot) float32.
 
         values: (batch, kv_head, slot, dim). sqrt(v^T G_h v): one product with dim x dim per head.
         """
         return quadratic(values, self.gram[None]).clamp_min(0).sqrt()
 
-    def sums(self, values: Tensor) -> Tensor:
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
         """||W_O^h v||_1, which no Gram matrix gives: (batch, query_head, slot) float32. In blocks."""
         group = self.query_heads // values.shape[1]
         found = []
@@ -44,6 +43,6 @@ class OutputProjection:
             found.append(torch.cat(blocks, 1))
         return torch.stack(found, 1)
 
-    def _heads(self) -> Tensor:
+    def _heads(self) -> torch.Tensor:
         """(query_head, d_model, dim) float32"""
         return self.weight.float().unflatten(1, (self.query_heads, -1)).transpose(0, 1)

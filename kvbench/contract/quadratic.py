@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
-def quadratic(x: Tensor, matrices: Tensor) -> Tensor:
+def quadratic(x: torch.Tensor, matrices: torch.Tensor) -> torch.Tensor:
     """x^T M_h x of every slot and query head: (batch, query_head, slot) float32.
 
     x: (batch, kv_head, slot, dim). matrices: (batch or 1, query_head, dim, dim). No tensor in between is
@@ -19,7 +18,7 @@ def quadratic(x: Tensor, matrices: Tensor) -> Tensor:
     return torch.stack(parts, 2).view(batch, -1, slots)
 
 
-def weighted_gram(x: Tensor, weights: Tensor) -> Tensor:
+def weighted_gram(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """sum_i w_i x_i x_i^T of every query head: (batch, query_head, dim, dim) float32.
 
     x: (batch, kv_head, slot, dim). weights: (batch, query_head, slot).

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .rotary import RotaryTables
 
@@ -16,16 +15,16 @@ class QueryMoments(NamedTuple):
     """Of un-rotated queries, in float32. mean: (batch, query_head, dim). covariance: (batch, query_head, dim,
     dim), divided by the number of queries."""
 
-    mean: Tensor
-    covariance: Tensor
+    mean: torch.Tensor
+    covariance: torch.Tensor
 
     @property
-    def second(self) -> Tensor:
+    def second(self) -> torch.Tensor:
         """The second moment, the mean of q q^T: (batch, query_head, dim, dim)."""
         return self.covariance + self.mean[..., :, None] * self.mean[..., None, :]
 
 
-def streamed_moments(queries: Tensor, tables: RotaryTables) -> Tensor:
+def streamed_moments(queries: torch.Tensor, tables: RotaryTables) -> torch.Tensor:
     """Mean and covariance of rotated queries (batch, query_head, t, dim) before their rotation.
 
     tables: of the t positions. Returns (batch, query_head, 1 + dim, dim) float32: the mean, then the
@@ -35,7 +34,7 @@ def streamed_moments(queries: Tensor, tables: RotaryTables) -> Tensor:
     batch, heads, count, dim = queries.shape
     if count == 0:
         return torch.zeros(batch, heads, 1 + dim, dim, device=queries.device)
-    pivot: Tensor | None = None
+    pivot: torch.Tensor | None = None
     first = torch.zeros(batch, heads, 1, dim, device=queries.device)
     second = torch.zeros(batch, heads, dim, dim, device=queries.device)
     for start in range(0, count, BLOCK):

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,8 +17,8 @@ class RotaryTables:
     halves. An average over positions is a linear map, too, which `rotate` applies.
     """
 
-    cos: Tensor
-    sin: Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
     rotated: int
     interleaved: bool = False
 
@@ -27,25 +26,25 @@ class RotaryTables:
         """The average rotation of all positions: cos, sin (dim,)."""
         return RotaryTables(self.cos.mean(0), self.sin.mean(0), self.rotated, self.interleaved)
 
-    def at(self, positions: Tensor) -> RotaryTables:
+    def at(self, positions: torch.Tensor) -> RotaryTables:
         """The rotation of each of these rows of the tables: cos, sin (*positions, dim)."""
         return RotaryTables(self.cos[positions], self.sin[positions], self.rotated, self.interleaved)
 
-    def rotate(self, x: Tensor) -> Tensor:
+    def rotate(self, x: torch.Tensor) -> torch.Tensor:
         """Vectors (..., dim), as the model rotates them: float32."""
         x = x.float()
         return x * self.cos + self._turn(x) * self.sin
 
-    def rotate_covariance(self, x: Tensor) -> Tensor:
+    def rotate_covariance(self, x: torch.Tensor) -> torch.Tensor:
         """R x R^T of symmetric matrices (..., dim, dim): float32."""
         return self.rotate(self.rotate(x).transpose(-1, -2))
 
-    def unrotate(self, x: Tensor) -> Tensor:
+    def unrotate(self, x: torch.Tensor) -> torch.Tensor:
         """Vectors (..., dim), as they were before the model rotated them: float32. Not for an average."""
         x = x.float()
         return (x * self.cos - self._turn(x) * self.sin) / (self.cos.square() + self.sin.square())
 
-    def _turn(self, x: Tensor) -> Tensor:
+    def _turn(self, x: torch.Tensor) -> torch.Tensor:
         """Every pair (a, b) as (-b, a)."""
         part, rest = x[..., : self.rotated], x[..., self.rotated :]
         if self.interleaved:
@@ -62,7 +61,7 @@ class Rotary:
     float32; None for a layer without rotation."""
 
     dim: int
-    tables: Callable[[int, int], tuple[Tensor, Tensor]] | None
+    tables: Callable[[int, int], tuple[torch.Tensor, torch.Tensor]] | None
     interleaved: bool = False
 
     def read(self, start: int, stop: int, device: torch.device) -> RotaryTables:

@@ -7,10 +7,9 @@ nest as they grow, so that the size at which a slot enters says all of them.
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 
-def entry_sizes(first: Tensor, second: Tensor, share: float) -> Tensor:
+def entry_sizes(first: torch.Tensor, second: torch.Tensor, share: float) -> torch.Tensor:
     """The smallest b whose kept set holds a slot: max(1, int(share * b)) by `first`, others by `second`.
 
     first, second: (batch, kv_head, slot), higher is kept longer. share 0: all by `second`. Returns the same
@@ -25,16 +24,16 @@ def entry_sizes(first: Tensor, second: Tensor, share: float) -> Tensor:
     return torch.minimum(entry, torch.searchsorted(last, other)) + 1
 
 
-def _order(score: Tensor) -> Tensor:
+def _order(score: torch.Tensor) -> torch.Tensor:
     """Slots, the best first; of equal ones the newer, as the engine ranks."""
     return score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
 
 
-def _places(score: Tensor) -> Tensor:
+def _places(score: torch.Tensor) -> torch.Tensor:
     return _order(score).argsort(-1)
 
 
-def _smallest(numbers: Tensor, start: Tensor, rank: Tensor) -> Tensor:
+def _smallest(numbers: torch.Tensor, start: torch.Tensor, rank: torch.Tensor) -> torch.Tensor:
     """The number at `rank` of numbers[start:], sorted, for every pair of those; -1 for rank -1.
 
     A wavelet matrix: bit by bit, zeros go before ones, and start and end follow. The host waits for nothing.

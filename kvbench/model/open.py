@@ -17,7 +17,6 @@ from typing import Any
 from ..contract.hub import hub_reachable
 from ..errors import BadInput, UnknownName, UnsupportedModel
 from ..model import gguf
-from .blueprint import check_blueprint
 from .files import check_complete, check_folder, check_tokenizer, check_weights, fingerprint_folder, readable
 from .geometry import Geometry, drop_idle_window, read_geometry
 from .lm import LoadedModel as LoadedModel  # others import it from here
@@ -148,6 +147,8 @@ def open_model(name: str, device: str = "auto", dtype: str = "auto", tried: bool
     """
     import torch
     import transformers
+
+    from .blueprint import check_blueprint
 
     check_model(name)
     spread = device == SPREAD

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from ..contract.cell import Cell, Schedule
+from ..contract.need import Need
 from ..contract.pins import Pins, parse_pins
 from ..contract.policy import Policy, TrainedFor
 from ..contract.registry import spec_of
@@ -43,6 +44,19 @@ def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan
 
     Raises BadInput for a chunked schedule without a chunk size.
     """
+    question, mode, schedule = _rules(config, task)
+    given = parse_pins(mode)
+    cells = (
+        Cell(policy, budget, policy.pins if given is None else given, schedule)
+        for policy in policies
+        for budget in config.budgets
+    )
+    full = Cell(None, None, Pins(), schedule)
+    return TaskPlan(task, question, mode, tuple(dict.fromkeys(cells)), full)
+
+
+def _rules(config: RunConfig, task: Task) -> tuple[str, str, Schedule]:
+    """Question, pins and schedule as `plan_task` resolves them."""
     protocol = PROTOCOLS[config.protocol]
     own_schedule, own_chunk = task.loop()
     kind = config.schedule or ("chunked" if config.chunk else own_schedule)
@@ -52,14 +66,19 @@ def plan_task(config: RunConfig, task: Task, policies: list[Policy]) -> TaskPlan
     schedule = Schedule(kind, chunk)
     question = config.question or protocol.question or task.question
     mode = config.pins or protocol.pins or task.pins
-    given = parse_pins(mode)
-    cells = (
-        Cell(policy, budget, policy.pins if given is None else given, schedule)
-        for policy in policies
-        for budget in config.budgets
-    )
-    full = Cell(None, None, Pins(), schedule)
-    return TaskPlan(task, question, mode, tuple(dict.fromkeys(cells)), full)
+    return question, mode, schedule
+
+
+def check_question(config: RunConfig, task: Task, policy: Policy) -> None:
+    """Refuse a policy that ranks by the question where it would not see it. Raises BadInput."""
+    question, _, schedule = _rules(config, task)
+    if Need.QUESTION in policy.needs and (question != "seen" or schedule.chunk is not None):
+        name = spec_of(task)
+        why = f"{name} withholds" if question != "seen" else f"{name} gives with the last chunk only"
+        raise BadInput(
+            f"{spec_of(policy)} ranks tokens by the question, which {why}: use --question seen and "
+            "--schedule prefill"
+        )
 
 
 def check_data(data: str | None, tasks: list[Task]) -> None:

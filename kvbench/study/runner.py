@@ -31,7 +31,7 @@ from .config import RunConfig
 from .executors import Executor, Local, LostJob
 from .finished import finished_rows
 from .interrupt import deferred_interrupt
-from .plan import check_data, check_fits, plan_task
+from .plan import check_data, check_fits, check_question, plan_task
 from .progress import progress as progress_bar
 from .rows import failed_rows, sample_rows
 from .workload import Workload
@@ -92,12 +92,13 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
         policies, opened = _open(config, tasks, path, executor)
     except KvbenchError as error:
         return _finished(config, path, error)
-    policies, left_out = _fitting(config, policies, opened)
-    work = [
-        Workload.build(one, plan_task(one, task, policies), opened)
-        for task in tasks
-        for one in config.of_each_seed()
-    ]
+    fits = partial(check_fits, opened=opened, force=config.force_weights)
+    policies, left_out = _fitting(config, policies, fits)
+    work = []
+    for task in tasks:
+        own, notes = _fitting(config, policies, partial(check_question, config, task))
+        work += [Workload.build(one, plan_task(one, task, own), opened) for one in config.of_each_seed()]
+        left_out += notes
     fixed = {
         "model": opened.name,
         "model_sha256": opened.sha256,
@@ -194,15 +195,17 @@ def _rows_of(plans: list[Workload], lm: LoadedModel, job: Job) -> list[Row]:
     return sample_rows(plans[job.task], lm, job.sample, job.prompt, job.wanted)
 
 
-def _fitting(config: RunConfig, policies: list[Policy], opened: OpenModel) -> tuple[list[Policy], list[str]]:
-    """The policies that can run on the model, and notes on those that "all" brought and that cannot.
+def _fitting(
+    config: RunConfig, policies: list[Policy], check: Callable[[Policy], None]
+) -> tuple[list[Policy], list[str]]:
+    """The policies that a check lets through, and notes on those that "all" brought and that it does not.
 
     Raises BadInput for one that was asked for by name.
     """
     fitting, notes = [], []
     for policy in policies:
         try:
-            check_fits(policy, opened, config.force_weights)
+            check(policy)
             fitting.append(policy)
         except BadInput as error:
             if spec_of(policy) in config.policies or "all" not in config.policies:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import combinations
 
+from kvbench.contract.need import Need
 from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES, Registry
 
@@ -28,6 +29,10 @@ def features(policy: Policy) -> set[str]:
     return (read or {"nothing read"}) | (pinned or {"nothing pinned"})
 
 
+def asks(policy: Policy) -> bool:
+    return Need.QUESTION in policy.needs
+
+
 def pairs(policy: Policy) -> set[Pair]:
     return set(combinations(sorted(features(policy)), 2))
 
@@ -35,12 +40,13 @@ def pairs(policy: Policy) -> set[Pair]:
 def representatives(policies: Registry = POLICIES) -> list[str]:
     """Names of policies that cover every pair of features: built-in ones as far as they reach, then plugins.
 
-    Learned ones are left out (weights fit one model, and none of the tests'), and broken ones (the contract
-    tests report those).
+    Learned ones are left out (weights fit one model, and none of the tests'), those that rank by a question
+    (these prompts withhold it, see test_question.py), and broken ones (the contract tests report those).
     """
     broken = policies.failures()
     whole = [name for name in policies.names() if name not in broken]
-    shown = {name: pairs(policies.parse(name)) for name in whole if policies.get(name).trainer is None}
+    fixed = [name for name in whole if policies.get(name).trainer is None]
+    shown = {name: pairs(policies.parse(name)) for name in fixed if not asks(policies.parse(name))}
     built_in = [name for name in shown if policies.target(name).startswith(BUILT_IN)]
     chosen = cover({name: shown[name] for name in built_in}, set())
     chosen += cover(shown, set().union(*(shown[name] for name in chosen)))

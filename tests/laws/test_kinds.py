@@ -12,7 +12,7 @@ from kvbench.contract.observation import Observation
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES, Registry
-from tests.laws.kinds import pairs, representatives
+from tests.laws.kinds import asks, pairs, representatives
 
 READ = (Need.KEYS, Need.VALUES, Need.WINDOW_QUERIES, Need.RANDOM)
 
@@ -37,7 +37,8 @@ def crowd() -> Registry:
 
 
 def fitting(policies: Registry) -> list[Policy]:
-    return [policies.parse(n) for n in policies.names() if policies.get(n).trainer is None]
+    found = [policies.parse(n) for n in policies.names() if policies.get(n).trainer is None]
+    return [policy for policy in found if not asks(policy)]
 
 
 @pytest.mark.parametrize("whole", [False, True])

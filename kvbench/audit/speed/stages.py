@@ -33,6 +33,8 @@ from ...model.lm import LoadedModel
 from ...model.memory import can_reset, devices_of, peak_bytes, release, reset_peak, synchronise
 from .flops import counted_flops, prefill_flops
 
+QUESTION = 32  # of the last tokens, for policies that rank by the question
+
 
 @dataclass
 class Span:
@@ -188,7 +190,7 @@ def _run_stages(lm: LoadedModel, ids: Tensor, cells: Sequence[Cell], new_tokens:
     stages = {ranker: Stages(failed=failures.get(ranker.policy, "")) for ranker in rankers}
     extra = max([new_tokens, *(len(probe.tokens) for probe in bound.probes)])
     cache = Cache.empty(lm.geometry.layers, n + extra)
-    moment = Moment(n, n, draw=0)
+    moment = Moment(n, n, draw=0, question=min(QUESTION, n))
     plain = {one: times for one, times in stages.items() if Need.PROBE not in one.policy.needs}
     timer = _StageTimer(clock, bound, moment, plain)
     hidden = any(Need.HIDDEN_STATES in ranker.policy.needs for ranker in rankers)
