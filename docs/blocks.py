@@ -56,15 +56,16 @@ def means(parts: Sequence[str], options: dict[str, str]) -> list[str]:
     """`means RUN METRIC BUDGETS [RUN METRIC BUDGETS]...`: a policy a line, a budget a column.
 
     title: the first header. policies: which, in this order; else the best of the first run first. labels:
-    what else policies are called. schedule: only its rows.
+    what else policies are called. schedule, task: only their rows.
     """
     columns: dict[str, dict[str, str]] = {}
     order: dict[str, float] = {}
     for run, metric, budgets in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
         asked = [int(budget) for budget in budgets.split(",")]
         rows = rows_of(run)
-        if "schedule" in options:
-            rows = rows[rows["schedule"] == options["schedule"]]
+        for column in ("schedule", "task"):
+            if column in options:
+                rows = rows[rows[{"task": "task_spec"}.get(column, column)] == options[column]]
         lines = aggregate(rows[rows["budget"].isin(asked) | (rows["spec"] == FULL)], [metric])
         about = describe(metric, metrics_of(rows))
         sign = 1 if about.better == "lower" else -1
@@ -141,7 +142,7 @@ def differences(frame: pd.DataFrame, metric: str, budgets: str, options: dict[st
 
 
 def contexts(parts: Sequence[str], options: dict[str, str]) -> list[str]:
-    """`contexts RUN...`: samples, context lengths, and how many samples fit into each budget whole."""
+    """`contexts RUN...`: samples, lengths, samples that fit a budget whole, text that weights have seen."""
     body = []
     for run in parts:
         rows = rows_of(run)
@@ -149,8 +150,19 @@ def contexts(parts: Sequence[str], options: dict[str, str]) -> list[str]:
         full = rows[(rows["spec"] == FULL)].drop_duplicates(["task_spec", "sample"])["context_tokens"]
         fits = [f"{(full <= budget).sum()} at {budget}" for budget in budgets if (full <= budget).any()]
         ends = f"{full.min()} to {full.max()}"
-        body.append([run, str(len(full)), ends, ", ".join(map(str, budgets)), ", ".join(fits) or "none"])
-    return lines_of(["run", "samples", "context, tokens", "budgets", "samples with nothing evicted"], body, 5)
+        shares = rows[rows["spec"] == "kvp"].groupby("task_spec")["seen_share"].mean()
+        seen = " to ".join(dict.fromkeys(f"{share:.0%}" for share in (shares.min(), shares.max())))
+        numbers = [str(len(full)), ends, ", ".join(map(str, budgets)), ", ".join(fits) or "none", seen]
+        body.append([run, *numbers])
+    header = [
+        "run",
+        "samples",
+        "context, tokens",
+        "budgets",
+        "samples with nothing evicted",
+        "text KVP has seen",
+    ]
+    return lines_of(header, body, 6)
 
 
 def peaks(parts: Sequence[str], options: dict[str, str]) -> list[str]:
