@@ -13,8 +13,8 @@ from .options import FAILED, Traceback, print_findings, tasks_of
 
 
 def add_commands(app: typer.Typer) -> None:
-    """Register plot, table, compare, report, verify and rerun."""
-    for command in (plot, table, compare, report, verify, rerun):
+    """Register plot, table, compare, report, verify, rerun and show."""
+    for command in (plot, table, compare, report, verify, rerun, show):
         app.command()(command)
 
 
@@ -142,6 +142,22 @@ def rerun(
     typer.echo(report.text())
     if report.different or report.missing:
         raise typer.Exit(FAILED)
+
+
+def show(
+    path: Annotated[str, typer.Argument(help="A run folder.")],
+    sample: Annotated[str, typer.Option(help="Id of the sample, as in the rows.")],
+    whole: Annotated[bool, typer.Option("--whole", help="Print all of the context, not its ends.")] = False,
+    kept: Annotated[
+        bool, typer.Option("--kept", help="Load the model and show which tokens each policy keeps.")
+    ] = False,
+    traceback: Traceback = False,
+) -> None:
+    """Show one sample whole: its prompt, the right answer, what every policy answered and kept."""
+    from ..audit.sample import show_sample
+
+    for line in show_sample(path, sample, whole, kept):
+        typer.echo(line)
 
 
 def check_format(name: str) -> None:
