@@ -163,6 +163,8 @@ def parse_template_args(given: Iterable[str]) -> dict[str, Any]:
     """The values of "KEY=VALUE" texts: true, false, none, numbers, else text. Raises: BadInput."""
     values: dict[str, Any] = {}
     for text in given:
+        if not isinstance(text, str):
+            raise BadInput(f"--template-arg {text!r}: write KEY=VALUE, as text")
         name, equals, value = (part.strip() for part in text.partition("="))
         if not (equals and name.isidentifier() and value) or name in values:
             raise BadInput(f"--template-arg '{text}': write KEY=VALUE, each key once")

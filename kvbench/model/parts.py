@@ -100,7 +100,7 @@ class _RotaryCall:
             )
 
 
-@torch.inference_mode()
+@torch.no_grad()  # what is read outlives the pass
 def read_parts(model: Any, layers: Sequence[int], device: Any, dtype: Any) -> dict[int, LayerParts]:
     """The parts of these layers; None for what is not found."""
     trial = _Trial()

@@ -52,6 +52,7 @@ class Waits(TorchFunctionMode):
 def waits(cells: Any, new: int = 12, **prompt: Any) -> Waits:
     """All waits of one sample."""
     lm = dataclasses.replace(loaded("llama"), eos_ids=frozenset())
+    assert lm.parts  # read once for a model
     given = prompt_of(**prompt)
     attend = Pass.attend
     counted = Waits()

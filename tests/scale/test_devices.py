@@ -143,4 +143,7 @@ def moved(seen: Observation) -> Observation:
     }
     if seen._probe is not None:
         changes["_probe"] = type(seen._probe)(*(part.to(THERE) for part in vars(seen._probe).values()))
+    if seen._parts is not None and seen._parts.output is not None:
+        output = replace(seen._parts.output, weight=seen._parts.output.weight.to(THERE))
+        changes["_parts"] = replace(seen._parts, output=output)
     return replace(seen, _future=lambda: future, _shared=SharedWork(), **changes)
