@@ -28,6 +28,7 @@ from ..study.workload import Workload
 from .sources import settings_of
 
 SIZES = ("nll_tokens", "kv_bytes")  # metrics that are the same for every policy
+RUNS = 16  # runs of kept tokens that are shown
 ENDS = 400  # characters of a long context that are shown at each end
 
 
@@ -98,16 +99,15 @@ def _prompt(sample: Sample, prompt: Prompt | str, whole: bool) -> Iterator[str]:
 
 def _answers(rows: Sequence[Row], metrics: dict[str, Metric]) -> Iterator[str]:
     """A table: what each policy answered at each budget, and its metrics."""
-    names = [
-        name for name in dict.fromkeys(name for row in rows for name in row.metrics) if name not in SIZES
-    ]
+    measured = dict.fromkeys(name for row in rows for name in row.metrics)
+    names = [name for name in measured if name not in SIZES]
     about = {name: describe(name, metrics) for name in names}
     body = [["policy", "budget", *(as_words(name) for name in names), "answer"]]
     for row in rows:
         budget = "" if row.settings["budget"] is None else str(row.settings["budget"])
-        measured = [number(row.metrics[name], about[name]) if name in row.metrics else "" for name in names]
+        told = [number(row.metrics[name], about[name]) if name in row.metrics else "" for name in names]
         answer = row.text.strip().replace("\n", " ") if row.text else row.label or row.reason
-        body.append([row.spec, budget, *measured, answer[:80]])
+        body.append([row.spec, budget, *told, answer[:80]])
     widths = [max(map(len, column)) for column in zip(*body, strict=True)]
     yield ""
     for line in body:
@@ -136,7 +136,7 @@ def _shares(slots: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _ranges(positions: Sequence[int], lm: LoadedModel, prompt: Prompt) -> str:
-    """Runs of positions with their text."""
+    """Runs of positions with their text; of a long one its ends, and the first RUNS runs."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and runs[-1][1] == position - 1:

@@ -49,6 +49,9 @@ RayAddress = Annotated[
 ]
 
 
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress on stderr.")]
+
+
 class _Tracebacks(logging.StreamHandler[Any]):
     """Shows every traceback once: a policy that fails, fails in each sample."""
 

@@ -18,6 +18,7 @@ from .options import (
     ExecutorName,
     ModelName,
     OutFolder,
+    Quiet,
     RayAddress,
     TemplateArgs,
     Traceback,
@@ -78,6 +79,7 @@ def run(
     executor: ExecutorName = "local",
     workers: Workers = None,
     ray_address: RayAddress = None,
+    quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> None:
     """Evaluate policies on tasks at every budget. Repeating a command resumes its run folder.
@@ -94,7 +96,7 @@ def run(
     specs, names = split_specs(policy), split_specs(task)
     config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)
     _refuse_unknown(config)
-    result = _run(config, executor, workers, ray_address)
+    result = _run(config, not quiet, executor, workers, ray_address)
     _report(result)
     measured = bool((result.rows["status"] == "ok").any())
     if not measured:
@@ -105,12 +107,14 @@ def run(
         raise typer.Exit(FAILED)
 
 
-def _run(config: RunConfig, executor: str, workers: int | None, address: str | None) -> RunResult:
+def _run(
+    config: RunConfig, progress: bool, executor: str, workers: int | None, address: str | None
+) -> RunResult:
     """The run, or the end of the command when it is interrupted."""
     from ..study.runner import run as run_config
 
     try:
-        return run_config(config, executor=make_executor(executor, workers, address))
+        return run_config(config, progress, make_executor(executor, workers, address))
     except KeyboardInterrupt as error:
         where = f"in {config.out} " if config.out else ""
         typer.echo(

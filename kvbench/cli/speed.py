@@ -9,7 +9,7 @@ import typer
 from ..contract.registry import POLICIES, expand_policies, split_specs
 from ..contract.spec import split_name
 from ..errors import BadInput
-from .options import DEFAULT_MODEL, Device, DType, ModelName, OutFolder, Traceback
+from .options import DEFAULT_MODEL, Device, DType, ModelName, OutFolder, Quiet, Traceback
 
 
 def speed(
@@ -24,6 +24,7 @@ def speed(
     device: Device = "auto",
     dtype: DType = "auto",
     out: OutFolder = None,
+    quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> None:
     """Time prefill, scoring, ranking, compaction and decoding; count operations; measure peak memory.
@@ -39,7 +40,8 @@ def speed(
     from ..show.speed import draw, tables, title
     from ..store.manifest import read_manifest
 
-    result = measure(SpeedConfig(specs, counts, budget, new_tokens, repeat, model, device, dtype, out))
+    config = SpeedConfig(specs, counts, budget, new_tokens, repeat, model, device, dtype, out)
+    result = measure(config, not quiet)
     manifest = read_manifest(result.path)
     heading = title(result.rows, manifest["fixed"])
     typer.echo(f"{heading}\n\n{tables(result.rows)}")

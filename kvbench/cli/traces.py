@@ -12,11 +12,13 @@ from ..contract.spec import split_name
 from ..errors import BadInput, UnknownName
 from .options import (
     DEFAULT_MODEL,
+    FAILED,
     Device,
     DType,
     ExecutorName,
     ModelName,
     OutFolder,
+    Quiet,
     RayAddress,
     TemplateArgs,
     Traceback,
@@ -55,6 +57,7 @@ def trace(
     executor: ExecutorName = "local",
     workers: Workers = None,
     ray_address: RayAddress = None,
+    quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> None:
     """Record queries, keys and values of every layer, one forward pass per sample; resumable."""
@@ -69,7 +72,7 @@ def trace(
         data=data, under=under, response=response, store=store, device=device, dtype=dtype,
         template_args=tuple(template_arg or ()),
     )  # fmt: skip
-    found = collect(config, announce=typer.echo, executor=make_executor(executor, workers, ray_address))
+    found = collect(config, not quiet, typer.echo, make_executor(executor, workers, ray_address))
     typer.echo(f"{len(found)} traces in {out}")
     typer.echo(f"next: kvbench train --policy kvp --traces {shlex.quote(out)} --out kvp.safetensors")
 
@@ -136,6 +139,7 @@ def eviction_error(
     ] = False,
     seed: Annotated[int, typer.Option(help="Seed of split points and of random policies.")] = 0,
     out: OutFolder = None,
+    quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> None:
     """Measure eviction cost and missed mass on recorded traces. A model is loaded for soft tokens only."""
@@ -160,8 +164,14 @@ def eviction_error(
     config = ErrorConfig(
         traces, specs, split=split, splits=splits, pins=pins, seed=seed, limit=limit, out=out, **extra
     )
-    path, heads = measure(config)
+    path, heads = measure(config, not quiet)
     rows = read_rows(path)
+    failed = rows[rows["status"] == "failed"].drop_duplicates("spec")
+    for spec, reason in zip(failed["spec"], failed["reason"], strict=True):
+        typer.echo(f"failed: {spec}: {reason}", err=True)
+    rows = rows[~rows["spec"].isin(failed["spec"])]
+    if not len(rows):
+        raise typer.Exit(FAILED)
     typer.echo(render(aggregate(rows, ["eviction_cost", "missed_mass"]), "text").rstrip("\n"))
     if baseline:
         first = rows[rows["budget"] == min(config.budgets)]
@@ -176,6 +186,8 @@ def eviction_error(
         typer.echo(f"per head: {path / 'per_head.json'}")
     typer.echo(f"rows: {path}")
     typer.echo(f"next: kvbench plot {path} --metric missed_mass")
+    if len(failed):
+        raise typer.Exit(FAILED)
 
 
 def _pairs(arguments: list[str]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -101,25 +102,30 @@ def _rows(
 
     heads: gets each policy's costs of this trace, (layer, kv_head).
     """
-    ranked = ranker.rank(trace, _splits(config, trace))
+    ranked = ranker.rank(trace, _splits(config, trace), tolerant=True)
     rows = []
     for policy in ranker.policies:
-        spec = spec_of(policy)
+        spec, splits = spec_of(policy), [one.split for one in ranked]
+        if reason := ranked[0].failures.get(spec):
+            for budget in config.budgets:
+                rows.append(
+                    _row(config, ranker, trace, splits, policy, budget, status="failed", reason=reason)
+                )
+            continue
         costs = torch.stack([eviction_cost(one.orders[spec], one.utility) for one in ranked]).mean(0)
         heads.setdefault(spec, []).append(costs)
         for budget in config.budgets:
             missed = [missed_mass(keep(one.orders[spec], budget), one.utility).mean() for one in ranked]
             metrics = {"eviction_cost": costs.mean().item(), "missed_mass": torch.stack(missed).mean().item()}
-            splits = [one.split for one in ranked]
-            rows.append(_row(config, ranker, trace, splits, policy, budget, metrics))
+            rows.append(_row(config, ranker, trace, splits, policy, budget, metrics=metrics))
     return rows
 
 
 def _row(
     config: ErrorConfig, ranker: RecordedRanker, trace: Trace, splits: list[int], policy: Policy, budget: int,
-    metrics: dict[str, float],
+    **known: Any,
 ) -> Row:  # fmt: skip
-    """One row; what it comes from are the traces."""
+    """One row; what it comes from are the traces. known: what was measured, or why not."""
     traces = ranker.traces
     cell = Cell(policy, budget, ranker.pins_of(policy))
     configuration = {
@@ -146,5 +152,5 @@ def _row(
         peak=max(splits),
         layers=traces.layers,
         evicted_layers=traces.layers,
-        metrics=metrics,
+        **known,
     )

@@ -6,7 +6,7 @@ else, after the recorded keys and values. Who looks at rotations or the output p
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -46,12 +46,14 @@ class SplitRanking:
     """One trace at one split point n: the tokens before n, and the future from n on.
 
     orders: {spec: slots (layer, kv_head, n) int64, the one to keep longest first}. utility: the future
-    attention of each slot, (layer, kv_head, n) float32.
+    attention of each slot, (layer, kv_head, n) float32. failures: {spec: why}, of policies that gave no order
+    for this trace.
     """
 
     split: int
     orders: dict[str, Tensor]
     utility: Tensor
+    failures: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -89,11 +91,15 @@ class RecordedRanker:
         return policy.pins if asked is None else asked
 
     @torch.no_grad()
-    def rank(self, trace: Trace, splits: list[int]) -> list[SplitRanking]:
-        """Every policy's ranking of all layers, at every split. splits: ascending, each in 1..token-1."""
+    def rank(self, trace: Trace, splits: list[int], tolerant: bool = False) -> list[SplitRanking]:
+        """Every policy's ranking of all layers, at every split. splits: ascending, each in 1..token-1.
+
+        tolerant: note a policy that fails among the failures instead of raising PluginError.
+        """
         probes = self._probes(trace, splits)
         parts = self._parts()
         orders: dict[tuple[int, str], list[Tensor]] = {}
+        failures: dict[str, str] = {}
         utility: list[list[Tensor]] = [[] for _ in splits]
         for layer in range(self.traces.layers):
             q, k, v = (part.float() for part in trace.layer(layer))
@@ -103,19 +109,27 @@ class RecordedRanker:
                 seen = self._observation(trace, layer, (q[:, :n], k[:, :n], v[:, :n]), found[i])
                 seen = replace(seen, _parts=parts[layer] if parts else None)
                 for policy in self.policies:
-                    shown = seen
-                    if probed := probes.get((i, spec_of(policy))):
+                    spec, shown = spec_of(policy), seen
+                    if spec in failures:
+                        continue
+                    if probed := probes.get((i, spec)):
                         shown = replace(
                             seen, _probe=probed[layer], _queries=q[None, :, :0], _shared=SharedWork()
                         )
-                    order = rank(validated_score(policy, shown), seen.positions, self.pins_of(policy), n)[0]
-                    orders.setdefault((i, spec_of(policy)), []).append(order)
-        return [
-            SplitRanking(
-                n, {spec: torch.stack(orders[i, spec]) for spec in self.specs}, torch.stack(utility[i])
-            )
-            for i, n in enumerate(splits)
+                    try:
+                        score = validated_score(policy, shown)
+                    except PluginError as error:
+                        if not tolerant:
+                            raise
+                        failures[spec] = str(error)
+                        continue
+                    order = rank(score, seen.positions, self.pins_of(policy), n)[0]
+                    orders.setdefault((i, spec), []).append(order)
+        made = [
+            {spec: torch.stack(orders[i, spec]) for spec in self.specs if spec not in failures}
+            for i in range(len(splits))
         ]
+        return [SplitRanking(n, made[i], torch.stack(utility[i]), failures) for i, n in enumerate(splits)]
 
     def _parts(self) -> list[LayerParts]:
         """Those of the recorded layers, where a policy looks at them."""

@@ -118,7 +118,8 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
         jobs = [Job(index, *found) for index, item in enumerate(work) for found in item.missing(store.done)]
         computed = sum(len(job.wanted) for job in jobs)
         if jobs:
-            with progress_bar(progress, len(jobs), "samples") as advance:
+            fewer = "--limit N" if config.limit is None else ""
+            with progress_bar(progress, len(jobs), "samples", fewer) as advance:
                 _compute(work, jobs, opened, executor, store, advance)
         rules = {key: rule for item in work for key, rule in item.rules().items()}
         store.label(rules)

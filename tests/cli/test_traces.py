@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvbench.cli import main as cli
+from kvbench.cli.options import FAILED
 from kvbench.learn.trace import TraceSet
 from kvbench.model import open as models
 from kvbench.policies.kvp.checkpoint import read_weights
@@ -20,6 +21,7 @@ from kvbench.policies.kvp.recipe import RECIPES, KVPRecipe
 from kvbench.store.results import read_rows
 from kvbench.study import runner
 from tests.kvp import make
+from tests.laws import toy
 
 COMMANDS = {
     "trace": ["--task", "--samples", "--length", "--under", "--store", "--out"],
@@ -182,7 +184,7 @@ def test_the_command_that_train_names_works(
     assert told[told.index("--model") + 1] == folder
     assert told[told.index("--policy") + 1] == f"kvp:weights={out}"
     asked = []
-    monkeypatch.setattr(runner, "run", lambda config, **_: asked.append(config))
+    monkeypatch.setattr(runner, "run", lambda config, *_: asked.append(config))
     invoke(*told[2:])
     assert (asked[0].model, asked[0].policies) == (folder, (f"kvp:weights={out}",))
 
@@ -237,3 +239,16 @@ def test_eviction_error_refuses(traces: str, tmp_path: Path, options: list[str],
     given |= dict(zip(options[::2], options[1::2], strict=True))
     message = refused("eviction-error", *[part for pair in given.items() for part in pair])
     assert all(word in message for word in words), message
+
+
+def test_a_policy_that_fails_is_named_and_alone(traces: str, tmp_path: Path) -> None:
+    command = ("eviction-error", "--traces", traces, "--budgets", "8", "--out", tmp_path / "out")
+    with toy.added():
+        done = invoke(*command, "--policy", "knorm,laws_faulty:fault=nan")
+        alone = invoke(*command[:-1], tmp_path / "alone", "--policy", "laws_faulty:fault=nan")
+    assert done.exit_code == alone.exit_code == FAILED
+    assert "failed: laws_faulty:fault=nan: " in done.stderr
+    assert "knorm" in done.stdout
+    rows = read_rows(tmp_path / "out")
+    assert set(rows.loc[rows["status"] == "failed", "spec"]) == {"laws_faulty:fault=nan"}
+    assert len(rows[rows["spec"] == "knorm"]) == len(rows) // 2
