@@ -27,7 +27,8 @@ class CriticalKV(Wrapper):
     Source: arXiv:2502.03805; NVIDIA/kvpress `criticalkv_press.py`.
     Differs: one ranking for all sizes, of which kvpress computes one. Pinned tokens of the base take the
     top of both stages, as kvpress' own sentinels do. The product means something for scores from 0 on:
-    scores that reach below are shifted to 0 (ours; kvpress multiplies them as they are).
+    scores that reach below are shifted to 0 (ours; kvpress multiplies them as they are). eps is in the
+    unit of the base's score: our SnapKV sums over its window, kvpress' takes the mean.
     """
 
     own = frozenset({Need.OUTPUT_WEIGHTS})

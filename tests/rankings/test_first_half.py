@@ -75,7 +75,7 @@ def test_vatp_refuses_scores_that_are_no_attention() -> None:
 
 
 def test_cur_by_hand() -> None:
-    """Blocks of 2; numbers of policies-2, C3."""
+    """Blocks of 2."""
     keys = torch.tensor([[1.0, 0], [0, 2], [1, 1], [3, 0]]).expand(1, 1, 4, 2)
     values = torch.tensor([[1.0, 1], [1, 0], [0, 2], [1, 0]]).expand(1, 1, 4, 2)
     seen = replace(scene(4), keys=keys, values=values)
@@ -104,7 +104,7 @@ def test_chunk_kv_orders_whole_chunks(length: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_entropy_chunk_kv_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
-    """N = 14, length 4, 1 token of a gated chunk: numbers of policies-2, C4."""
+    """N = 14, length 4, 1 token of a gated chunk."""
     monkeypatch.setattr(EntropyChunkKV, "inner", Given())
     scores = [0.1] * 4 + [0.9, 0, 0, 0] + [0.2] * 4 + [0.05, 0.05]
     found = POLICIES.parse("entropy_chunk_kv:length=4,low=1").score(holding(scores))
