@@ -80,7 +80,7 @@ def check_figures(folder: Path, current: Current, every: bool) -> Iterator[Findi
         current.lines(line["metric"] for lines in files.values() for line in lines)  # of all at once
     for file, lines in files.items():
         fault = current.contradict(lines) or _check_images(file)
-        yield Finding(f"{file} says what the rows say, and its images show it", not fault, fault)
+        yield Finding(f"{file} says what the rows say, and its images were drawn from it", not fault, fault)
     named = {file.stem for file in files}
     bare = sorted(file.name for file in place.glob("*.svg") if file.stem not in named)
     if bare and every:

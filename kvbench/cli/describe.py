@@ -101,7 +101,7 @@ def _is_complete(registry: Registry, spec: str) -> bool:
 def _policy_facts(policy: Policy) -> list[list[str]]:
     needs = ", ".join(sorted(need.value for need in policy.needs)) or "positions only"
     return [
-        ["paper", policy.source],
+        ["source", policy.source],
         ["needs", needs],
         ["native pins", _pins(policy.pins)],
         ["ranking", policy.ranking],

@@ -37,7 +37,7 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
     """Every policy against the baseline, per task, setting, metric and budget.
 
     rows: as `read_rows` gives them. baseline: a spec, or what tables show of it; "full" is compared at every
-    budget. metrics: None takes each task's main one (see `per_sample`), and kl where the baseline has it.
+    budget. metrics: None takes each task's main one, and kl where the baseline has it; see `per_sample`.
     tasks: the manifest's section, for the main metrics. Returns `compare_pairs` of each metric with
     beats_full (a better mean than the full cache's by more than the interval of the difference), majority,
     majority_label, below_majority (of the mean), and n_empty (samples where the policy's answer is empty).
@@ -50,10 +50,11 @@ def compare(rows: pd.DataFrame, baseline: str = FULL, metrics: Sequence[str] | N
             continue
         there = list_metrics(own[own["spec"] == baseline])
         lines = pd.DataFrame({"metric": list_metrics(own)})
-        asked = metrics or [per_sample(main_metric(lines, str(task), tasks), stored), "kl"]
+        asked = metrics or [main_metric(lines, str(task), tasks), "kl"]
+        asked = [per_sample(name, stored) for name in asked]
         parts += [compare_pairs(own, baseline, name) for name in dict.fromkeys(asked) if name in there]
     if metrics is not None:
-        check_names(metrics, [name for name in list_metrics(rows) if name not in (*LABELS, "ppl")])
+        check_names(metrics, [name for name in list_metrics(rows) if name not in LABELS])
     if not parts:
         _check_baseline(rows, baseline)
     frame = pd.concat(parts, ignore_index=True) if parts else pd.DataFrame(columns=[*COLUMNS])

@@ -35,14 +35,13 @@ def compare_rules(
     """
     if field not in RULES:
         raise BadInput(f"--versus '{field}': choose one of {', '.join(RULES)}")
-    names = [name for name in list_metrics(rows) if name != "ppl"]
     if metrics is not None:
-        check_names(metrics, names)
+        check_names(metrics, list_metrics(rows))
     parts = []
     for task, own in rows.groupby("task_spec", sort=False):
         there = list_metrics(own)
         main = main_metric(pd.DataFrame({"metric": there}), str(task), tasks)
-        asked = metrics or [per_sample(main, metrics_of(rows)), "kl"]
+        asked = [per_sample(name, metrics_of(rows)) for name in metrics or (main, "kl")]
         parts += [_compare(own, field, name) for name in dict.fromkeys(asked) if name in there]
     found = [part for part in parts if len(part)]
     if not found:

@@ -86,7 +86,7 @@ def test_a_run_with_failed_rows_does_not_exit_green() -> None:
 
 
 def test_an_interrupted_run_says_what_is_saved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def stop(config: RunConfig, executor: Any) -> None:
+    def stop(config: RunConfig, progress: bool, executor: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(runner, "run", stop)
