@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import inspect
 import io
@@ -26,7 +27,7 @@ def code_of(cls: type) -> dict[str, str | None]:
     it. Of a class from a notebook or script it is the class. None where Python has no source.
     """
     top = cls.__module__.partition(".")[0]
-    found = packages_distributions().get(top, ())
+    found = _distributions().get(top, ())
     distribution = f"{found[0]} {version(found[0])}" if found else None
     return {"module": cls.__module__, "distribution": distribution, "sha256": _digest(cls)}
 
@@ -35,6 +36,12 @@ def same_code(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two answers of `code_of` may be of one source; an unknown source may be any."""
     digests = one.get("sha256"), other.get("sha256")
     return None in digests or digests[0] == digests[1]
+
+
+@functools.cache
+def _distributions() -> Mapping[str, list[str]]:
+    """Package -> distributions; looking through everything that is installed takes a while."""
+    return packages_distributions()
 
 
 def _digest(cls: type) -> str | None:
@@ -51,6 +58,7 @@ def _digest(cls: type) -> str | None:
     return digest.hexdigest()
 
 
+@functools.cache
 def statements(source: str) -> str:
     """A source without comments, docstrings and blank lines; all of it where Python cannot read it.
 
