@@ -1,0 +1,107 @@
+"""`kvbench train --policy q_filters`: from a folder of traces to a file of directions with its card."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbench.contract.calibration import Calibration, write_calibration
+from kvbench.contract.eviction import eviction_cost
+from kvbench.contract.policy import TrainedFor
+from kvbench.errors import BadInput
+from kvbench.learn.ranked import boundary
+from kvbench.learn.trace import TraceSet, utilities
+from kvbench.learn.training import Report, Trainer, commands, held_out
+from kvbench.store.results import check_writable
+
+from .policy import FILTERS
+
+
+@dataclass(frozen=True)
+class QFiltersRecipe:
+    """queries: of each head, drawn evenly from the traces. validation: share of traces that only measure."""
+
+    queries: int = 3000
+    seed: int = 0
+    validation: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.queries < 2 or not 0 < self.validation < 1:
+            raise BadInput(
+                f"queries {self.queries}, validation {self.validation}: use 2 queries or more, validation "
+                "between 0 and 1"
+            )
+
+
+RECIPES = {"cpu": QFiltersRecipe()}
+
+
+def train_file(recipe: QFiltersRecipe, folder: Path, out: Path, report: Report) -> dict[str, Any]:
+    """Measure the filters, and their eviction cost on the traces that were held out. Returns the card."""
+    traces = TraceSet(folder)
+    check_writable(out.parent)
+    started = time.perf_counter()
+    learned, measuring = held_out(traces, recipe.validation)
+    report(f"{recipe.queries} queries of every head from {len(learned)} traces")
+    filters = torch.stack(
+        [direction(rows_of(traces, learned, layer, recipe)) for layer in range(traces.layers)]
+    )
+    filters = filters.unflatten(1, (traces.kv_heads, -1)).mean(2)  # (layer, kv_head, dim)
+    cost = mean_cost(traces, measuring, filters)
+    card = {
+        "policy": "q_filters",
+        "model": traces.header["model"],
+        "model_sha256": traces.header["model_sha256"],
+        "data": {key: traces.header.get(key) for key in ("tasks", "length", "seed", "under", "response")},
+        "traces": len(traces),
+        "commands": commands("q_filters", recipe, RECIPES["cpu"], traces),
+        "recipe": asdict(recipe),
+        "validation_cost": cost,
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+    fits = TrainedFor(traces.layers, traces.kv_heads, traces.dim, traces.header["model_sha256"])
+    write_calibration(out, Calibration({FILTERS: filters}, fits, card, traces.seen_text))
+    return card
+
+
+def rows_of(traces: TraceSet, chosen: list[int], layer: int, recipe: QFiltersRecipe) -> Tensor:
+    """Queries of a layer, as many of each trace as of the others (+-1): (query_head, row, dim) float32."""
+    draw = torch.Generator().manual_seed(recipe.seed)
+    found = []
+    for place, index in enumerate(chosen):
+        queries = traces[index].layer(layer)[0]
+        count = (place + 1) * recipe.queries // len(chosen) - place * recipe.queries // len(chosen)
+        at = torch.randperm(queries.shape[1], generator=draw)[:count]
+        found.append(queries[:, at].float())
+    return torch.cat(found, 1)
+
+
+def direction(queries: Tensor) -> Tensor:
+    """(head, row, dim) -> (head, dim): the first right singular vector, with the sign of most rows."""
+    vector = torch.linalg.svd(queries, full_matrices=False).Vh[:, 0]
+    along = (queries @ vector[..., None])[..., 0]
+    sign = torch.where((along > 0).float().mean(-1, keepdim=True) > 0.5, 1.0, -1.0)
+    return vector * sign
+
+
+def mean_cost(traces: TraceSet, chosen: list[int], filters: Tensor) -> float:
+    """Mean eviction cost at the boundary, nothing pinned, over traces, layers and KV heads."""
+    costs = []
+    for index in chosen:
+        trace = traces[index]
+        (n,) = boundary(trace)
+        for layer in range(traces.layers):
+            queries, keys, _ = (part.float() for part in trace.layer(layer))
+            (utility,) = utilities(queries, keys, trace.info.scaling, [n])
+            score = (keys[:, :n] @ filters[layer][..., None])[..., 0]
+            order = n - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
+            costs.append(eviction_cost(order, utility).mean())
+    return torch.stack(costs).mean().item()
+
+
+TRAINER = Trainer(recipes=RECIPES, train=train_file)
