@@ -47,7 +47,6 @@ class Commands(typer.core.TyperGroup):
 app = typer.Typer(
     cls=Commands,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Compare KV-cache eviction policies: same prompts, same absolute budgets, one loop.",

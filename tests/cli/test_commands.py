@@ -171,3 +171,9 @@ def test_version_and_bare_command() -> None:
     usage = invoke()
     for command in ("run", "plot", "table", "list", "info", "check"):
         assert command in usage.output
+
+
+def test_the_shell_completes() -> None:
+    asked = {"_KVBENCH_COMPLETE": "complete_bash", "COMP_WORDS": "kvbench run --qu", "COMP_CWORD": "2"}
+    done = CliRunner().invoke(cli.app, [], prog_name="kvbench", env=asked)
+    assert done.stdout.split() == ["--question", "--quiet"]
