@@ -152,11 +152,11 @@ def eviction_error(
     from ..store.results import read_rows
     from .options import parse_budgets
 
-    specs = tuple(expand_policies(split_specs(policy)))
-    for spec in specs:
+    specs = tuple(split_specs(policy))
+    for spec in expand_policies(specs):
         POLICIES.target(split_name(spec)[0])
     if baseline:
-        compared = [spec_of(POLICIES.parse(spec)) for spec in specs]
+        compared = [spec_of(POLICIES.parse(spec)) for spec in expand_policies(specs)]
         baseline = spec_of(POLICIES.parse(baseline))
         if baseline not in compared:
             raise UnknownName("policy", baseline, compared, "The baseline is one of --policy.")
@@ -164,7 +164,7 @@ def eviction_error(
     config = ErrorConfig(
         traces, specs, split=split, splits=splits, pins=pins, seed=seed, limit=limit, out=out, **extra
     )
-    path, heads = measure(config, not quiet)
+    path, heads = measure(config, not quiet, typer.echo)
     rows = read_rows(path)
     failed = rows[rows["status"] == "failed"].drop_duplicates("spec")
     for spec, reason in zip(failed["spec"], failed["reason"], strict=True):

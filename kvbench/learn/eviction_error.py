@@ -7,6 +7,7 @@ budget, trace), in the schema of a run, so `table` and `plot` read them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -60,14 +61,19 @@ class ErrorConfig:
             raise BadInput(f"--limit {self.limit}: must be 1 or more")
 
 
-def measure(config: ErrorConfig, progress: bool = True) -> tuple[Path, dict[str, list[list[float]]]]:
+def measure(
+    config: ErrorConfig, progress: bool = True, announce: Callable[[str], None] = lambda text: None
+) -> tuple[Path, dict[str, list[list[float]]]]:
     """Rank every trace with every policy; returns the run folder and, per policy, the mean eviction cost
     of each (full layer, KV head).
 
+    announce: is told what "all" brought and traces cannot rank.
     Raises KvbenchError for unknown names, missing traces, or policies that need what traces lack.
     """
     traces = TraceSet(config.traces)
     ranker = RecordedRanker.open(traces, config.policies, config.pins, config.seed)
+    for note in ranker.left_out:
+        announce(f"note: {note}")
     chosen = list(traces)[: config.limit]
     if not chosen:
         raise BadInput(f"{config.traces} holds no trace yet: record some with kvbench trace")

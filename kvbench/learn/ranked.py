@@ -59,13 +59,14 @@ class SplitRanking:
 @dataclass(frozen=True)
 class RecordedRanker:
     """Ranks traces with policies, bound to them. pins: none, native, or FIRST,LAST. lm: the traces' model,
-    where a policy needs it."""
+    where a policy needs it. left_out: what "all" brought and traces cannot rank, and why."""
 
     traces: TraceSet
     policies: list[Policy]
     pins: str
     seed: int
     lm: LoadedModel | None
+    left_out: tuple[str, ...] = ()
 
     @classmethod
     def open(
@@ -73,14 +74,13 @@ class RecordedRanker:
     ) -> RecordedRanker:
         """Raises: KvbenchError for unknown names, bad pins, and policies that do not fit the traces."""
         parse_pins(pins)
-        policies = policies_for(traces, specs)
+        policies, left_out = policies_for(traces, specs)
         lm = _reader(traces, policies)
         for policy in policies:
-            _check_recorded(policy)
             if lm is not None:
                 check_parts(lm, policy)
         bound = [bind_policy(_describe(traces), policy) for policy in policies]
-        return cls(traces, bound, pins, seed, lm)
+        return cls(traces, bound, pins, seed, lm, tuple(left_out))
 
     @property
     def specs(self) -> list[str]:
@@ -192,14 +192,25 @@ def _describe(traces: TraceSet) -> ModelDescription:
     )
 
 
-def policies_for(traces: TraceSet, specs: Iterable[str]) -> list[Policy]:
-    """The policies, each once. Raises: KvbenchError for one that was trained for another model."""
-    parsed = [POLICIES.parse(spec) for spec in expand_policies(specs)]
-    policies = list({spec_of(policy): policy for policy in parsed}.values())
+def policies_for(traces: TraceSet, specs: Iterable[str]) -> tuple[list[Policy], list[str]]:
+    """The policies, each once, and notes on those that "all" brought and that traces cannot rank.
+
+    Raises: KvbenchError for one that was named: trained for another model, or reading what is not recorded.
+    """
+    asked = list(specs)
+    parsed = [POLICIES.parse(spec) for spec in expand_policies(asked)]
     model = TrainedFor(traces.layers, traces.kv_heads, traces.dim, traces.header["model_sha256"])
-    for policy in policies:
-        check_trained(policy, traces.header["model"], model)
-    return policies
+    policies, left_out = [], []
+    for spec, policy in {spec_of(policy): policy for policy in parsed}.items():
+        try:
+            check_trained(policy, traces.header["model"], model)
+            _check_recorded(policy)
+            policies.append(policy)
+        except BadInput as error:
+            if spec in asked or "all" not in asked:
+                raise
+            left_out.append(f"{spec} is left out: {error}")
+    return policies, left_out
 
 
 def _check_recorded(policy: Policy) -> None:

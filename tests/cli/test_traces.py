@@ -252,3 +252,15 @@ def test_a_policy_that_fails_is_named_and_alone(traces: str, tmp_path: Path) -> 
     rows = read_rows(tmp_path / "out")
     assert set(rows.loc[rows["status"] == "failed", "spec"]) == {"laws_faulty:fault=nan"}
     assert len(rows[rows["spec"] == "knorm"]) == len(rows) // 2
+
+
+def test_all_leaves_out_what_traces_cannot_rank(traces: str, tmp_path: Path) -> None:
+    command = ("eviction-error", "--traces", traces, "--budgets", "8", "--out", tmp_path / "out")
+    done = invoke(*command, "--policy", "all", "--baseline", "knorm")
+    assert done.exit_code == 0, done.output
+    told = [line for line in done.stdout.splitlines() if line.startswith("note: ")]
+    assert [line.split()[1] for line in told] == ["finch", "judgeq", "kvp", "q_filters"]
+    ranked = set(read_rows(tmp_path / "out")["spec"])
+    assert {"knorm", "oracle", "snapkv"} <= ranked
+    assert not {"finch", "kvp"} & ranked
+    assert "which traces do not hold" in refused(*command, "--policy", "knorm,finch")
