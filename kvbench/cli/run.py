@@ -82,35 +82,24 @@ def run(
     quiet: Quiet = False,
     traceback: Traceback = False,
 ) -> None:
-    """Evaluate policies on tasks at every budget. Repeating a command resumes its run folder.
-
-    Separate lists with commas, or repeat the option.
-    """
+    """Evaluate policies on tasks at every budget. Repeating a command resumes its run folder."""
     options: dict[str, Any] = {
         "model": model, "limit": limit, "seed": seed, "seeds": parse_seeds(seeds or []), "device": device,
         "dtype": dtype, "protocol": protocol, "schedule": schedule, "chunk": chunk, "pins": pins,
         "question": question, "template": template, "data": data, "draft": draft, "out": out,
-        "fresh": tuple(split_specs(fresh or [])), "template_args": tuple(template_arg or ()),
+        "fresh": split_specs(fresh or []), "template_args": template_arg or (),
         "force_weights": force_weights,
     }  # fmt: skip
-    specs, names = split_specs(policy), split_specs(task)
-    config = RunConfig(tuple(specs), tuple(names), parse_budgets(budgets), **options)
-    _refuse_unknown(config)
-    result = _run(config, not quiet, executor, workers, ray_address)
-    _report(result)
-    measured = bool((result.rows["status"] == "ok").any())
-    if not measured:
-        typer.echo("error: no sample gave a result; the reasons stand above", err=True)
-    else:
-        typer.echo(f"next: kvbench plot {result.path}")
-    if result.failed or not measured:
-        raise typer.Exit(FAILED)
+    specs = tuple(split_specs(policy)), tuple(split_specs(task))
+    config = RunConfig(*specs, parse_budgets(budgets), **options)
+    _report(_run(config, not quiet, executor, workers, ray_address))
 
 
 def _run(
     config: RunConfig, progress: bool, executor: str, workers: int | None, address: str | None
 ) -> RunResult:
-    """The run, or the end of the command when it is interrupted."""
+    """The run, or the end of the command when it is interrupted. Unknown names are refused at once."""
+    _refuse_unknown(config)
     from ..study.runner import run as run_config
 
     try:
@@ -134,6 +123,7 @@ def _refuse_unknown(config: RunConfig) -> None:
 
 
 def _report(result: RunResult) -> None:
+    """Table, notes, what to type next. Ends the command where rows failed or none was measured."""
     from ..model.memory import format_size
     from ..show.table import render
 
@@ -144,3 +134,10 @@ def _report(result: RunResult) -> None:
         typer.echo(f"peak memory: {format_size(result.peak)}")
     typer.echo(f"computed {result.computed} rows, reused {result.reused}")
     typer.echo(f"rows: {result.path}")
+    measured = bool((result.rows["status"] == "ok").any())
+    if not measured:
+        typer.echo("error: no sample gave a result; the reasons stand above", err=True)
+    else:
+        typer.echo(f"next: kvbench plot {result.path}")
+    if result.failed or not measured:
+        raise typer.Exit(FAILED)

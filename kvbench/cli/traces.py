@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -146,10 +147,6 @@ def eviction_error(
     import json
 
     from ..learn.eviction_error import ErrorConfig, measure
-    from ..show.table import render
-    from ..stats.aggregate import aggregate
-    from ..stats.compare import compare_pairs
-    from ..store.results import read_rows
     from .options import parse_budgets
 
     specs = tuple(split_specs(policy))
@@ -165,6 +162,22 @@ def eviction_error(
         traces, specs, split=split, splits=splits, pins=pins, seed=seed, limit=limit, out=out, **extra
     )
     path, heads = measure(config, not quiet, typer.echo)
+    if per_head:
+        (path / "per_head.json").write_text(json.dumps(heads))
+        typer.echo(f"per head: {path / 'per_head.json'}")
+    _report(path, baseline, min(config.budgets))
+
+
+def _report(path: Path, baseline: str | None, budget: int) -> None:
+    """Tables of what was measured on traces. Ends the command where a policy failed.
+
+    budget: whose rows are compared with the baseline's; eviction cost is the same at all.
+    """
+    from ..show.table import render
+    from ..stats.aggregate import aggregate
+    from ..stats.compare import compare_pairs
+    from ..store.results import read_rows
+
     rows = read_rows(path)
     failed = rows[rows["status"] == "failed"].drop_duplicates("spec")
     for spec, reason in zip(failed["spec"], failed["reason"], strict=True):
@@ -174,16 +187,12 @@ def eviction_error(
         raise typer.Exit(FAILED)
     typer.echo(render(aggregate(rows, ["eviction_cost", "missed_mass"]), "text").rstrip("\n"))
     if baseline:
-        first = rows[rows["budget"] == min(config.budgets)]
         columns = ["policy", "difference", "lo", "hi", "n", "win", "tie", "loss", "p"]
-        pairs = compare_pairs(first, baseline, "eviction_cost")[columns]
+        pairs = compare_pairs(rows[rows["budget"] == budget], baseline, "eviction_cost")[columns]
         typer.echo(
             f"\neviction cost minus that of {baseline}, paired over traces, 95% interval, permutation test:"
         )
         typer.echo(pairs.to_string(index=False, float_format=lambda value: f"{value:.3g}"))
-    if per_head:
-        (path / "per_head.json").write_text(json.dumps(heads))
-        typer.echo(f"per head: {path / 'per_head.json'}")
     typer.echo(f"rows: {path}")
     typer.echo(f"next: kvbench plot {path} --metric missed_mass")
     if len(failed):

@@ -1,13 +1,8 @@
 """RULER's eight needle tasks: special magic numbers, words and uuids hidden in a haystack.
 
-    Some special magic numbers are hidden within the following text. Make sure to memorize it. I will
-    quiz you about the numbers afterwards.
     ... One of the special magic numbers for brave-otter is: 4127735. ...
-    What are all the special magic numbers for brave-otter mentioned in the provided text? The special
-    magic numbers for brave-otter mentioned in the provided text are
 
-The quirk that matters: in a haystack of needles every line looks like the one that is asked for, so
-nothing but the key tells a policy what to keep; with the question withheld it comes after eviction.
+In a haystack of needles nothing but the key tells a policy what to keep; a withheld question hides it.
 """
 
 from __future__ import annotations
@@ -52,11 +47,9 @@ DEPTHS = 40  # RULER draws the needles' depths in an essay from so many, evenly 
 
 @dataclass(frozen=True)
 class Niah(Ruler):
-    """Base of the needle tasks.
+    """Base of the needle tasks. haystack_kind: noise (one line repeated), essay, or needle (other needles).
 
-    haystack_kind: noise (one line repeated), essay, or needle (other needles). key_kind, value_kind:
-    word, number or uuid. keys: needles with different keys. values: values of each key. queries: keys
-    asked for.
+    key_kind, value_kind: word, number or uuid. keys, queries: there are, are asked for. values: of each key.
     """
 
     haystack_kind: ClassVar[Literal["noise", "essay", "needle"]] = "noise"
@@ -154,9 +147,8 @@ class Essay(Niah):
 class Single1(Niah):
     """RULER niah_single_1: one number under a word, in a repeated line of noise.
 
-    Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER, also in lm-eval).
-    Differs: keys come from our own word lists; the last line of
-    noise is cut between words, so that the length is exact. 16 new tokens instead of 128.
+    Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER, also in lm-eval). Differs: our own
+    word lists; the last line is cut between words, to the exact length; 16 new tokens instead of 128.
     """
 
 
@@ -165,14 +157,8 @@ class Single1(Niah):
 class Single2(Essay):
     """RULER niah_single_2: one number under a word, in an essay.
 
-    Source: RULER, arXiv:2404.06654 (format and scoring of NVIDIA/RULER, also in lm-eval).
-    Differs: as niah_single_1. RULER's essays are under their author's copyright, so they are not shipped:
-    `haystack` is a .txt file, a .jsonl with a text column, "hub" (a copy of the essays there), "python"
-    (the reference that every Python carries); none takes the hub's where they can be had, else Python's.
-    Rows and manifest say which. White space becomes single spaces, sentences end at . ! or ?, a text that
-    is too short is repeated, and the last word may be cut; as in RULER, every sample reads it from its
-    beginning. "docstrings" is for training: the docstrings of Python's standard library, each sample from
-    a place of its own, so that no text is learned from that the other haystacks are evaluated on.
+    Source: RULER, arXiv:2404.06654. Differs: as niah_single_1; `haystack` is a .txt file, a .jsonl with a
+    text column, "hub" (RULER's essays), "python", or "docstrings", for training: see docs/tasks.md.
     """
 
 
@@ -204,8 +190,7 @@ class MultiKey1(Essay):
 class MultiKey2(Niah):
     """RULER niah_multikey_2: numbers under words, nothing but needles; one is asked for.
 
-    Source: RULER, arXiv:2404.06654. Differs: as niah_single_1. No key and no number comes twice
-    (15,624 keys; RULER may repeat one). The last line is cut anywhere, so that the length is exact.
+    Source: RULER, arXiv:2404.06654. Differs: as niah_single_1; none of the 15,624 keys comes twice.
     """
 
     haystack_kind = "needle"
@@ -227,9 +212,8 @@ class MultiKey3(Niah):
 @register_task("ruler/niah_multivalue", source=SOURCE)
 @dataclass(frozen=True)
 class MultiValue(Essay):
-    """RULER niah_multivalue: four numbers under one word, in an essay; all are asked for.
+    """RULER niah_multivalue: four numbers under one word, in an essay; all are asked for, in drawn order.
 
-    Reference: the numbers in the order in which they were drawn, which is not that of the text.
     Source: RULER, arXiv:2404.06654. Differs: as niah_single_2; 40 new tokens instead of 128.
     """
 
