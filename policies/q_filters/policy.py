@@ -48,7 +48,7 @@ class QFilters(Policy):
 
     weights: str = param("ruler", "ours: measured on RULER-style traces, as kvp")
 
-    _placed: ClassVar[tuple[torch.Tensor, ...]] = ()  # of each evicted layer, once bound
+    _placed: ClassVar[Any] = ()  # filters of each evicted layer, once bound
 
     @property
     def calibration(self) -> Calibration:
