@@ -21,6 +21,7 @@ from ..store.frame import metrics_of
 from .footnotes import majority, only_pins
 from .style import LOWER, UPPER, Style
 
+MOST, BEST = 14, 10  # with more curves than MOST only the BEST of them keep their colours
 BUDGET = "budget (KV pairs per KV head per layer)"
 
 
@@ -84,6 +85,19 @@ class Chart:
         """Every measured budget, ascending."""
         return sorted({float(budget) for curve in self.curves for budget in curve.budgets})
 
+    @cached_property
+    def faint(self) -> frozenset[str]:
+        """Labels of curves that are grey and unnamed: with more than MOST policies, all but the BEST.
+
+        By the mean over the budgets; the table has every policy.
+        """
+        policies = [curve for curve in self.curves if not curve.is_bracket]
+        if len(policies) <= MOST:
+            return frozenset()
+        sign = -1 if self.metric.better == "higher" else 1
+        policies.sort(key=lambda curve: sign * float(curve.mean.mean()))
+        return frozenset(curve.label for curve in policies[BEST:])
+
     @property
     def means(self) -> Floats:
         """Of curves and full caches, in no order."""
@@ -104,11 +118,12 @@ class Chart:
 
     @property
     def notes(self) -> list[str]:
-        """Ways of drawing that a reader must be told: "interval", "attention", "pins"."""
+        """Ways of drawing that a reader must be told: "interval", "attention", "pins", "faint"."""
         found = {
             "interval": any((~np.isnan(curve.low)).any() for curve in self.curves),
             "attention": any(curve.style.line == "--" for curve in self.curves),
             "pins": any(curve.pinned.any() for curve in self.curves),
+            "faint": bool(self.faint),
         }
         return [name for name, there in found.items() if there]
 

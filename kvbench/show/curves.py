@@ -25,6 +25,8 @@ from .chart import BUDGET, BudgetCurve, Chart, Level
 from .scale import budget_labels, reads_better_in_logs
 from .style import BOUND_MARKERS, GREY
 
+FAINT = "#bbbbbb"
+
 
 def draw_chart(axes: Axes, chart: Chart, terse: bool = False) -> None:
     """terse: numbers of this panel stay out of the labels."""
@@ -34,7 +36,10 @@ def draw_chart(axes: Axes, chart: Chart, terse: bool = False) -> None:
     single = len(chart.budgets) == 1  # points of one budget stand side by side
     for index, curve in enumerate(chart.curves):
         shift = 2 ** (0.8 * ((index + 0.5) / len(chart.curves) - 0.5)) if single else 1.0
-        _draw_curve(axes, curve, shift)
+        if curve.label in chart.faint:
+            _draw_faint(axes, curve, shift)
+        else:
+            _draw_curve(axes, curve, shift)
     for level in chart.levels:
         if not level.style:
             text = level.name if terse else f"{level.name} {level.mean:.2f}"
@@ -49,6 +54,7 @@ def legend_keys(chart: Chart) -> list[Artist]:
         "interval": Patch(color=GREY, alpha=0.25, linewidth=0, label="95% interval"),
         "attention": Line2D([], [], color=GREY, linestyle="--", label="reads attention"),
         "pins": Line2D([], [], linestyle="", label="only pins stay", **hollow),
+        "faint": Line2D([], [], color=FAINT, linewidth=0.8, label=f"{len(chart.faint)} others"),
     }
     return [keys[note] for note in chart.notes]
 
@@ -85,6 +91,16 @@ def _draw_curve(axes: Axes, curve: BudgetCurve, shift: float) -> None:
             budgets[curve.pinned], curve.mean[curve.pinned], linestyle="", marker=look.marker, markersize=6,
             markerfacecolor="white", markeredgecolor=look.color, zorder=4,
         )  # fmt: skip
+
+
+def _draw_faint(axes: Axes, curve: BudgetCurve, shift: float) -> None:
+    """One of many: its course, and no name in the legend."""
+    marker = "." if len(curve.budgets) == 1 else ""
+    (line,) = axes.plot(
+        curve.budgets * shift, curve.mean, "-", color=FAINT, linewidth=0.8, marker=marker, zorder=1,
+        label=f"_{curve.name}",
+    )  # fmt: skip
+    line.set_gid(curve.label)
 
 
 def _set_scales(axes: Axes, chart: Chart) -> None:

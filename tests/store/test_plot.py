@@ -16,6 +16,7 @@ from kvbench.contract import metrics
 from kvbench.contract.metrics import METRICS, Metric
 from kvbench.errors import UnknownName
 from kvbench.show.chart import chart_of
+from kvbench.show.curves import FAINT
 from kvbench.show.plot import draw_figure, plot
 from kvbench.show.style import GREY, assign_styles
 from kvbench.show.table import render
@@ -164,3 +165,28 @@ def test_plotting_and_tables_import_neither_torch_nor_engine() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("metric", ["accuracy", "kl"])
+def test_of_many_policies_the_best_are_coloured(tmp_path: Path, metric: str) -> None:
+    """40 policies: ten have their names, the others are grey, and the numbers beside the figure have all."""
+    names = [f"p{index:02d}" for index in range(40)]
+    with Store.open(tmp_path, {}, {"style": STYLE}) as store:
+        for index, name in enumerate([*names, "random"]):
+            for budget in BUDGETS:
+                values = {"accuracy": index / 50, "kl": 1 - index / 50}
+                store.append([row(name, budget, f"s{sample}", metrics=values) for sample in range(3)])
+    _, lines = split_panels(aggregate(read_rows(tmp_path), [metric]))[0]
+    fig = draw_figure(chart_of(lines, assign_styles([*names, "random"], STYLE)), ["a heading"])
+    (axes,) = fig.axes
+    curves = {line.get_gid(): line for line in axes.get_lines() if line.get_gid()}
+    assert set(curves) == {*names, "random"}
+    grey = {name for name, line in curves.items() if line.get_color() == FAINT}
+    assert grey == set(names[:30])
+    (legend,) = fig.legends
+    told = [text.get_text() for text in legend.get_texts()]
+    assert set(names[30:]) < set(told)
+    assert "30 others" in told
+    assert not set(told) & grey
+    (_, _, table) = plot(tmp_path, metric)[:3]
+    assert set(pd.read_csv(table)["policy"]) == {*names, "random"}
