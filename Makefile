@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 LIMIT ?= 40
+POLICIES ?= judgeq,keydiff,knorm,kvp,lagkv,oracle,random,snapkv,streaming_llm,tova
 OUT ?= results/boolq
 
 BIN := $(VENV)/bin
@@ -15,7 +16,7 @@ PEER_IMPORTS := cachetools fire
 .PHONY: run test fast mutants lint unit coverage newest soak kvp judgeq reference readme clean
 
 run: $(VENV)/ready
-	$(BIN)/kvbench run --policy all --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
+	$(BIN)/kvbench run --policy $(POLICIES) --task boolq --budgets 20,100,500 --limit $(LIMIT) --out $(OUT)
 	$(BIN)/kvbench plot $(OUT)
 
 # The shipped KVP weights from nothing: records 3.5 GiB of traces, trains all heads together.
