@@ -28,7 +28,6 @@ from ..study.workload import Workload
 from .sources import settings_of
 
 SIZES = ("nll_tokens", "kv_bytes")  # metrics that are the same for every policy
-RUNS = 16  # runs of kept tokens that are shown
 ENDS = 400  # characters of a long context that are shown at each end
 
 
@@ -38,9 +37,10 @@ def show_sample(path: str | Path, sample: str, whole: bool = False, kept: bool =
     whole: print all of the context, not its ends. kept: load the model and show what each policy keeps.
     Raises: BadInput for a sample that the run does not have, and as opening the model does.
     """
-    rows = [row for row in stored_rows(path)[0] if row.sample == sample]
+    stored = stored_rows(path)[0]
+    rows = [row for row in stored if row.sample == sample]
     if not rows:
-        known = list(dict.fromkeys(row.sample for row in stored_rows(path)[0]))
+        known = list(dict.fromkeys(row.sample for row in stored))
         some = ", ".join(known[:5]) + (", ..." if len(known) > 5 else "")
         raise BadInput(f"--sample {sample}: not in {path}, whose {len(known)} samples are {some}")
     manifest = read_manifest(path)
@@ -117,10 +117,9 @@ def _answers(rows: Sequence[Row], metrics: dict[str, Metric]) -> Iterator[str]:
 def _kept(work: Workload, lm: LoadedModel, sample: Sample, prompt: Prompt) -> Iterator[str]:
     """Of each cell, how many (layer, KV head) pairs keep each part of the context, and what most keep."""
     key = draw_key(work.config.seed, spec_of(work.plan.task), sample.id)
-    cells = [cell for cell in work.plan.cells if cell.schedule.chunk is None]
-    if len(cells) < len(work.plan.cells):
+    if any(cell.schedule.chunk is not None for cell in work.plan.cells):
         yield "\nkept tokens are shown for the prefill schedule only"
-    for cell, slots in kept_positions(lm, sample, prompt, cells, key):
+    for cell, slots in kept_positions(lm, sample, prompt, work.plan.cells, key):
         share = _shares(slots, len(prompt.context))
         tenths = " ".join(f"{part.mean():.2f}" for part in share.tensor_split(10))
         most = (share > 0.5).nonzero().flatten().tolist()
@@ -136,7 +135,7 @@ def _shares(slots: torch.Tensor, tokens: int) -> torch.Tensor:
 
 
 def _ranges(positions: Sequence[int], lm: LoadedModel, prompt: Prompt) -> str:
-    """Runs of positions with their text; of a long one its ends, and the first RUNS runs."""
+    """Runs of positions with their text."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and runs[-1][1] == position - 1:
