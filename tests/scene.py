@@ -38,6 +38,7 @@ def scene(
     earlier = luck.argsort(dim=-1, descending=True, stable=True)[..., :old].sort(-1).values
     latest = torch.arange(3 * old, 3 * old + new).expand(batch, KV_HEADS, new)
     future = torch.rand(1, KV_HEADS, 3 * old + new, generator=draw)
+    second = torch.rand(batch, QUERY_HEADS, slots, generator=torch.Generator().manual_seed(seed))
     return Observation(
         layer=3,
         n_layers=6,
@@ -53,6 +54,7 @@ def scene(
         _future=lambda: future,
         _parts=random_parts(DIM, QUERY_HEADS, other=False),
         _question=min(new, 3),
+        _second=second,
     )
 
 

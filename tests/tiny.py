@@ -21,6 +21,9 @@ from kvbench.model.prompt import end_of_turn
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_DIM, VOCAB = 4, 8, 2, 16, 320
 SLIDING_WINDOW = 16
 ARCHS = ("llama", "qwen2", "qwen3", "mistral", "phi3", "sliding")  # sliding: qwen2, layers 0 and 2 full
+# Those that differ behind the attention hook, for laws that are about cells and not about the model: nothing
+# special, QK-norm, and layers that are never evicted.
+DISTINCT = ("llama", "qwen3", "sliding")
 SPECIAL = ("<|end|>", "<|bos|>", "<|user|>", "<|model|>")  # ids 0..3
 # Merges that make borders interesting: words with their leading space, a word across a join, numbers.
 MERGES = (

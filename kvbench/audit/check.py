@@ -38,6 +38,7 @@ FEEDS: dict[str, frozenset[Need]] = {  # part of a layer -> the needs that let a
     "hidden": frozenset({Need.HIDDEN_STATES}),
     "future": frozenset({Need.FUTURE}),
     "probe": frozenset({Need.PROBE}),
+    "second": frozenset({Need.SECOND_PASS}),
     "draw": frozenset({Need.RANDOM}),
     "parts": FROM_PARTS,
     "question": frozenset({Need.QUESTION}),
@@ -46,12 +47,14 @@ PART_NAMES = {
     "hidden": "hidden states",
     "future": "future attention",
     "probe": "extra tokens",
+    "second": "a second pass",
     "draw": "the random key",
     "parts": "the model's rotation or weights",
     "question": "the length of the question",
 }
 OF_QUERIES = frozenset({Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.QUERY_MOMENTS})
-BESIDE_PROBE = frozenset(Need) - OF_QUERIES - {Need.HIDDEN_STATES, Need.FUTURE}
+AFTERWARDS = {Need.PROBE: "extra tokens", Need.SECOND_PASS: "a second pass"}
+GONE = OF_QUERIES | {Need.HIDDEN_STATES, Need.FUTURE}  # when those are read
 
 
 @dataclass
@@ -162,9 +165,12 @@ def _declaration(policy: Policy) -> str:
     needs: object = policy.needs
     if not isinstance(needs, Set) or not all(isinstance(need, Need) for need in needs):
         return f"needs is {policy.needs!r}; it must be a set of kvbench.Need"
-    if Need.PROBE in needs and needs - BESIDE_PROBE:
-        gone = ", ".join(sorted(need.value for need in needs - BESIDE_PROBE))
-        return f"needs {gone} beside extra tokens; when those are read, it is gone"
+    for late, what in AFTERWARDS.items():
+        if late in needs and needs & (GONE | AFTERWARDS.keys() - {late}):
+            gone = ", ".join(sorted(need.value for need in needs & (GONE | AFTERWARDS.keys() - {late})))
+            return f"needs {gone} beside {what}; when that is read, it is gone"
+    if Need.SECOND_PASS in needs and type(policy).second_pass is Policy.second_pass:
+        return "needs a second pass and does not say what is read: define second_pass(text)"
     if (Need.PROBE in needs) != isinstance(policy.probe, Tensor):
         return "needs names extra tokens if and only if `probe` is a tensor (n, d_model) of their embeddings"
     if not isinstance(policy.pins, Pins):

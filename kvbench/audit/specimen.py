@@ -29,6 +29,7 @@ PARTS = (
     "hidden",
     "future",
     "probe",
+    "second",
     "draw",
     "parts",
     "question",
@@ -120,6 +121,7 @@ class Specimen:
             _future=lambda: future,
             _parts=random_parts(self.dim, heads, other == "parts"),
             _question=min(self.new, QUESTION) if other != "question" else 1,
+            _second=draw("second", heads, self.slots).abs(),
             _probe=ProbeLayer(
                 draw("probe", heads, PROBED, self.dim).to(self.dtype),
                 draw("probe", self.kv_heads, PROBED, self.dim).to(self.dtype),

@@ -9,12 +9,16 @@ from ..errors import PluginError
 BLOCK = 256  # queries per block when attention is streamed: memory O(BLOCK x slots), never n x n
 
 
-def attention_rows(queries: torch.Tensor, keys: torch.Tensor, scaling: float, offset: int) -> torch.Tensor:
+def attention_rows(
+    queries: torch.Tensor, keys: torch.Tensor, scaling: float, offset: int,
+    absent: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Causal attention probabilities of a block of queries over all slots.
 
     queries: (batch, query_head, t, dim), the block's first query sitting at slot `offset`;
     keys: (batch, kv_head, slot, dim). Returns (batch, query_head, t, slot) float32, rows sum to 1;
-    slots after the query get 0. Query head h reads KV head h // group.
+    slots after the query get 0, and so do those that are absent: (batch, kv_head, slot) bool. Query head h
+    reads KV head h // group.
     """
     batch, heads, t, dim = queries.shape
     kv_heads, slots = keys.shape[1], keys.shape[2]
@@ -25,6 +29,8 @@ def attention_rows(queries: torch.Tensor, keys: torch.Tensor, scaling: float, of
         slot = torch.arange(slots, device=keys.device)
         query = torch.arange(offset, offset + t, device=keys.device)
         logits = logits.masked_fill(slot > query[:, None], float("-inf"))
+    if absent is not None:
+        logits = logits.masked_fill(absent.repeat_interleave(heads // kv_heads, 1)[:, :, None], float("-inf"))
     return logits.softmax(-1)
 
 

@@ -16,6 +16,7 @@ class Need(Enum):
     RANDOM = "random numbers"
     FUTURE = "future attention"
     PROBE = "attention of extra tokens"
+    SECOND_PASS = "attention of a second pass"
     ROTARY = "rotary tables"
     UNROTATED_KEYS = "keys before rotation"
     QUERY_MOMENTS = "mean and covariance of queries"
@@ -28,4 +29,6 @@ class Need(Enum):
         return self in _OF_QUERIES
 
 
-_OF_QUERIES = (Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.QUERY_MOMENTS, Need.FUTURE, Need.PROBE)
+_OF_QUERIES = (
+    Need.WINDOW_QUERIES, Need.ATTENTION_SUMS, Need.QUERY_MOMENTS, Need.FUTURE, Need.PROBE, Need.SECOND_PASS,
+)  # fmt: skip

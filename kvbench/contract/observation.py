@@ -86,6 +86,7 @@ class Observation:
     _probe: ProbeLayer | None = None
     _parts: LayerParts | None = None
     _question: int | None = None
+    _second: torch.Tensor | None = None
     full_index: int = 0
     needs: frozenset[Need] = frozenset(Need)
     _shared: SharedWork = field(default_factory=SharedWork)
@@ -190,6 +191,15 @@ class Observation:
         assert self._probe is not None
         keys = torch.cat([self._all_keys, self._probe.keys], 2)
         return attention_rows(self._probe.queries, keys, self.scaling, self.slots)[..., : self.slots]
+
+    @property
+    def second_attention(self) -> torch.Tensor:
+        """Attention that the policy's second pass pays to every slot, reduced over what was read: (batch,
+        query_head, slot) float32; 0 for slots that it did not ask for."""
+        self._require(Need.SECOND_PASS)
+        if self._second is None:
+            raise PluginError("no second pass was read in this run")
+        return self._second.clone()
 
     def rotary(self, start: int, stop: int) -> RotaryTables:
         """The model's rotation of positions start .. stop - 1, which need not have been read: float32."""

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from .model_description import ModelDescription
     from .observation import Observation
+    from .second_pass import ContextText, SecondPass
     from .seen_text import SeenText
 
 
@@ -84,6 +85,14 @@ class Policy(ABC):
         nothing that comes from the chunk's queries, hidden states or the future.
         """
         return None
+
+    def second_pass(self, text: ContextText) -> SecondPass:
+        """What a policy that needs SECOND_PASS wants read after the context.
+
+        It may look at the result, keys, values and the output projection; not at what comes from the chunk's
+        queries, hidden states or the future.
+        """
+        raise NotImplementedError("a policy that needs SECOND_PASS says what is read")
 
     @property
     def identity(self) -> str:

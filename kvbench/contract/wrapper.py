@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .observation import Observation
+    from .second_pass import ContextText, SecondPass
     from .seen_text import SeenText
 
 
@@ -74,6 +75,9 @@ class Wrapper(Policy):
     @property
     def probe(self) -> Tensor | None:
         return self.inner.probe
+
+    def second_pass(self, text: ContextText) -> SecondPass:
+        return self.inner.second_pass(text)
 
     @property
     def identity(self) -> str:

@@ -37,6 +37,12 @@ class Layer:
         self.queries = queries
         self.scaling = scaling
 
+    @classmethod
+    def stored(cls, index: int, bucket: Bucket, scaling: float) -> Layer:
+        """A layer that has been read: its cache, and no queries."""
+        keys = bucket.view(index)[0]
+        return cls(index, bucket, keys.new_empty(keys.shape[0], keys.shape[1], 0, keys.shape[3]), scaling)
+
 
 class Pass:
     """One forward of new tokens against a cache; the model hands it to every attention layer.

@@ -14,6 +14,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..contract.cell import Cell, Ranker
+from ..contract.second_pass import ContextText
 from .bind import BoundPolicies
 from .cache import Cache
 from .observe import Moment
@@ -71,12 +72,12 @@ class ReadContext:
 class ChunkReader:
     """A context that is read in chunks, each against what was kept of those before and itself.
 
-    ids: (token,), the last `asked` of the question. future: see `Moment`.
+    ids: (token,), the last `asked` of the question. future, text: see `Moment`.
     """
 
     def __init__(
         self, bound: BoundPolicies, ids: Tensor, chunk: int, draw: int,
-        future: Mapping[int, Tensor] | None, asked: int = 0,
+        future: Mapping[int, Tensor] | None, asked: int = 0, text: ContextText | None = None,
     ) -> None:  # fmt: skip
         self.lengths = [min(chunk, len(ids) - start) for start in range(0, len(ids), chunk)]
         self._bound = bound
@@ -84,6 +85,7 @@ class ChunkReader:
         self._draw = draw
         self._future = future
         self._border = len(ids) - asked
+        self._text = text
 
     def start(self, room: int) -> Cache:
         return Cache.empty(self._bound.lm.geometry.layers, self.lengths[0] + room)
@@ -91,7 +93,7 @@ class ChunkReader:
     def rank(self, cache: Cache, index: int, wanted: Wanted) -> Rankings:
         seen = sum(self.lengths[: index + 1])
         asked = max(0, seen - self._border)
-        moment = Moment(seen, self.lengths[index], self._draw, self._future, asked)
+        moment = Moment(seen, self.lengths[index], self._draw, self._future, asked, self._text)
         rankings, _ = read_and_rank(self._bound, cache, self._chunks[index], wanted, moment)
         return rankings
 
@@ -115,8 +117,9 @@ def compress(bound: BoundPolicies, cells: Sequence[Cell], source: ChunkSource, r
                 failures[cell] = reason
                 del row_of[cell]
                 continue
-            seconds[cell] += rankings.found[row, cell.ranker].seconds
-            peak[cell] = max(peak[cell], count_slots(lm, cache, row) + extra[cell])
+            found = rankings.found[row, cell.ranker]
+            seconds[cell] += found.seconds
+            peak[cell] = max(peak[cell], count_slots(lm, cache, row) + found.read_after)
         if not row_of:
             break
         rest = source.lengths[index + 1 : index + 2]

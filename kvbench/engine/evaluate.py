@@ -16,6 +16,7 @@ from ..contract.cell import Cell, Ranker
 from ..contract.need import Need
 from ..contract.policy import Policy
 from ..contract.task import Sample
+from ..model.context_text import context_text
 from ..model.lm import LoadedModel
 from ..model.prompt import Prompt
 from .answer import DRAFT, AnswerRequest, AnswerSet, answer_rows
@@ -113,7 +114,8 @@ def evaluate_full(
     cache = Cache.empty(lm.geometry.layers, n + max(room, extra))
     rankings, prefill_s = Rankings(), 0.0
     if n:
-        rankings, prefill_s = read_and_rank(bound, cache, ids, [now], Moment(n, n, key, None, prompt.asked))
+        moment = Moment(n, n, key, None, prompt.asked, context_text(lm.tokenizer, prompt))
+        rankings, prefill_s = read_and_rank(bound, cache, ids, [now], moment)
     future = FutureAttention(lm, prompt)
     started = time.perf_counter()
     answers = answer_rows(request, cache, observer=future)
@@ -212,4 +214,5 @@ def _choose_source(context: ReadSample, cell: Cell) -> ChunkSource:
         context.draw,
         context.future,
         context.request.prompt.asked,
+        context_text(context.request.lm.tokenizer, context.request.prompt),
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..contract.observation import Observation, ProbeLayer
+from ..contract.second_pass import ContextText
 from .attention import Layer
 from .bind import BoundPolicies
 
@@ -21,7 +22,8 @@ class Moment:
     """When tokens compete. seen: tokens read so far, evicted ones included. new: those of the last chunk.
 
     draw: key of random draws. future: u per layer, see `FutureAttention`; None while it is not known.
-    question: tokens of the question among the last that were read; 0 while it is withheld.
+    question: tokens of the question among the last that were read; 0 while it is withheld. text: the whole
+    context, for policies with a second pass; None where it is not known.
     """
 
     seen: int
@@ -29,16 +31,17 @@ class Moment:
     draw: int
     future: Mapping[int, Tensor] | None = None
     question: int = 0
+    text: ContextText | None = None
 
 
 def observe_rows(
     bound: BoundPolicies, layer: Layer, rows: Sequence[int], moment: Moment, hidden: Tensor | None = None,
-    probe: int = 0,
+    probe: int = 0, second: Tensor | None = None,
 ) -> Observation:  # fmt: skip
     """What policies see of these rows of the layer's bucket, by their place in the batch, ascending.
 
     hidden: what the attention module received, all rows of the batch. probe: extra tokens of this pass; they
-    stand last in the cache, and do not compete.
+    stand last in the cache, and do not compete. second: attention of a second pass, all rows of the bucket.
     """
     geometry = bound.lm.geometry
     first = layer.bucket.rows.start
@@ -64,6 +67,7 @@ def observe_rows(
         _future=None if future is None else lambda: future,
         _parts=bound.parts.get(layer.index),
         _question=moment.question,
+        _second=None if second is None else _take(second, inside),
         _probe=ProbeLayer(queries, _take(stored[0][:, :, slots:], inside)) if probe else None,
     )
 

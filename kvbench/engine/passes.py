@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,6 +21,9 @@ from .hidden import recorded_hidden
 from .observe import Moment
 from .probe import read_probe
 from .ranking import RankingPass, Rankings, RowRanker, Wanted
+from .second_pass import rank_after_second_pass
+
+AFTERWARDS = frozenset({Need.PROBE, Need.SECOND_PASS})
 
 
 def read_and_rank(
@@ -30,12 +32,12 @@ def read_and_rank(
 ) -> tuple[Rankings, float]:  # fmt: skip
     """Read one chunk and rank every row, layer by layer, while its queries exist.
 
-    ids: (new,), the last of the `moment.seen` tokens. Policies with extra tokens rank afterwards, when those
-    are read. observer: also looks at the layers of the chunk. Returns the rankings, and the seconds of the
-    reading alone.
+    ids: (new,), the last of the `moment.seen` tokens. Policies with extra tokens or a second pass rank
+    afterwards, when those are read. observer: also looks at the layers of the chunk. Returns the rankings,
+    and the seconds of the reading alone.
     """
     lm = bound.lm
-    at_once = [[ranker for ranker in row if Need.PROBE not in ranker.policy.needs] for row in wanted]
+    at_once = [[ranker for ranker in row if not ranker.policy.needs & AFTERWARDS] for row in wanted]
     ranking = RankingPass(bound, at_once, moment)
     needs_hidden = any(Need.HIDDEN_STATES in ranker.policy.needs for row in at_once for ranker in row)
     started = time.perf_counter()
@@ -43,7 +45,8 @@ def read_and_rank(
         read(lm, cache, ids, moment.seen - moment.new, observer=_both(ranking, observer))
     synchronise(lm.description.devices)  # `finish` would wait all the same
     seconds = time.perf_counter() - started - ranking.spent()
-    return ranking.finish().joined(rank_probed(bound, cache, wanted, moment)), seconds
+    done = ranking.finish().joined(rank_probed(bound, cache, wanted, moment))
+    return done.joined(rank_after_second_pass(bound, cache, wanted, moment)), seconds
 
 
 def _both(first: Observer, second: Observer | None) -> Observer:
@@ -86,12 +89,7 @@ def _rank_after(bound: BoundPolicies, cache: Cache, wanted: Wanted, moment: Mome
     read_probe(lm, part, probe.tokens, moment.seen, ranking)
     synchronise(lm.description.devices)
     seconds = time.perf_counter() - started - ranking.spent()
-    done = ranking.finish()
-    return Rankings(
-        {(rows[row], ranker): replace(found, seconds=found.seconds + seconds)
-         for (row, ranker), found in done.found.items()},
-        {(rows[row], ranker): why for (row, ranker), why in done.failures.items()},
-    )  # fmt: skip
+    return ranking.finish().moved(rows, seconds, count)
 
 
 def rank_stored(
@@ -104,7 +102,5 @@ def rank_stored(
     ranking = RankingPass(bound, wanted, moment)
     for bucket in cache.buckets:
         for index, scaling in scalings.items():
-            keys = bucket.view(index)[0]
-            no_queries = keys.new_empty(keys.shape[0], keys.shape[1], 0, keys.shape[3])
-            ranking(Layer(index, bucket, no_queries, scaling))
+            ranking(Layer.stored(index, bucket, scaling))
     return ranking.finish()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ QUERIES = 256  # in such a block, see `contract.attention_sums`
 
 RowRanker = tuple[int, Ranker]  # a row of the cache and who ranks it
 Wanted = Sequence[Sequence[Ranker]]  # per row, who ranks it
+PlacedSums = dict[tuple[int, int], Tensor]  # (layer, first row of a bucket) -> (row, query_head, slot)
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,12 +38,14 @@ class Ranking:
     """One row, ranked in every full-attention layer, on the model's first device.
 
     order: (full_layer, kv_head, slot) int64, slots, the one to keep longest first. score: same shape,
-    float32, by slot. seconds: what scoring and ordering took, shared work included.
+    float32, by slot. seconds: what scoring and ordering took, shared work included. read_after: tokens that
+    were read behind the context for it, at most at once.
     """
 
     order: Tensor
     score: Tensor
     seconds: float
+    read_after: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +58,15 @@ class Rankings:
     def joined(self, other: Rankings) -> Rankings:
         """These and the rankings of another pass, which are of other rows or rankers."""
         return Rankings({**self.found, **other.found}, {**self.failures, **other.failures})
+
+    def moved(self, rows: Sequence[int], seconds: float, read_after: int) -> Rankings:
+        """The rankings of a part of a batch, after extra tokens: row i is rows[i] there, and each took so
+        many seconds more."""
+        found = {
+            (rows[row], ranker): replace(one, seconds=one.seconds + seconds, read_after=read_after)
+            for (row, ranker), one in self.found.items()
+        }
+        return Rankings(found, {(rows[row], ranker): why for (row, ranker), why in self.failures.items()})
 
 
 class _Track:
@@ -69,10 +81,14 @@ class _Track:
 class RankingPass:
     """Observer of one pass. probe: how many extra tokens it reads; they stand last and do not compete.
 
-    hidden: layer -> what its attention module received, filled from outside while the layer is read.
+    hidden: layer -> what its attention module received, filled from outside while the layer is read. second:
+    attention of the second pass that all these policies asked for.
     """
 
-    def __init__(self, bound: BoundPolicies, wanted: Wanted, moment: Moment, probe: int = 0) -> None:
+    def __init__(
+        self, bound: BoundPolicies, wanted: Wanted, moment: Moment, probe: int = 0,
+        second: PlacedSums | None = None,
+    ) -> None:  # fmt: skip
         self.hidden: dict[int, Tensor] = {}
         self._bound = bound
         self._moment = moment
@@ -81,6 +97,7 @@ class RankingPass:
             for ranker in row:
                 mine.setdefault(ranker.policy, []).append(ranker)
         self._probe = probe
+        self._second = second or {}
         self._tracks: defaultdict[RowRanker, _Track] = defaultdict(_Track)
         self._failures: dict[RowRanker, str] = {}
         self._finite: list[tuple[int, Policy, Sequence[int], Tensor]] = []
@@ -139,7 +156,8 @@ class RankingPass:
 
     def _observe(self, layer: Layer, rows: tuple[int, ...]) -> tuple[Observation, SharedCosts]:
         hidden = self.hidden.get(layer.index)
-        seen = observe_rows(self._bound, layer, rows, self._moment, hidden, self._probe)
+        second = self._second.get((layer.index, layer.bucket.rows.start))
+        seen = observe_rows(self._bound, layer, rows, self._moment, hidden, self._probe, second)
         costs = SharedCosts(seen.keys.device)
         seen._sharing = costs.compute
         return seen, costs

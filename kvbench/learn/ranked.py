@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 
-NOT_RECORDED = frozenset({Need.HIDDEN_STATES, Need.QUESTION})
+NOT_RECORDED = frozenset({Need.HIDDEN_STATES, Need.QUESTION, Need.SECOND_PASS})
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from ..engine.observe import Moment
 from ..engine.passes import read_and_rank
 from ..engine.selection import evict
 from ..errors import BadInput
+from ..model.context_text import context_text
 from ..model.lm import LoadedModel
 from ..model.prompt import Continuation, Prompt
 
@@ -101,7 +102,8 @@ def _record(
     bound = bind_policies(lm, [eviction.ranker.policy])
     if bound.failures:
         raise BadInput(next(iter(bound.failures.values())))
-    moment = Moment(len(context), len(context), draw_key(name), None, prompt.asked)
+    text = context_text(lm.tokenizer, prompt)
+    moment = Moment(len(context), len(context), draw_key(name), None, prompt.asked, text)
     rankings, _ = read_and_rank(bound, cache, context, [[eviction.ranker]], moment, recorder)
     if rankings.failures:
         raise BadInput(next(iter(rankings.failures.values())))

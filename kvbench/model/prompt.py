@@ -35,7 +35,8 @@ class Continuation:
 class Prompt:
     """A sample as ids: context (in the cache when eviction happens), question, what may follow.
 
-    asked: tokens at the end of the context that are of the question, when it is seen.
+    asked: tokens at the end of the context that are of the question, when it is seen. chat: whether it was
+    rendered with the chat template.
     """
 
     context: tuple[int, ...]
@@ -43,6 +44,7 @@ class Prompt:
     choices: tuple[Continuation, ...]
     reference: Continuation
     asked: int = 0
+    chat: bool = False
 
     @property
     def ids(self) -> tuple[int, ...]:
@@ -111,7 +113,7 @@ def build_prompt(sample: Sample, tokenizer: Any, question: Literal["withheld", "
     inside = (index for index, end in enumerate(ends) if end > rendered.border)
     border = min(next(inside, len(ids)), length - 1)
     context = border if question == "withheld" else length - 1
-    return Prompt(ids[:context], ids[context:length], choices, reference, context - border)
+    return Prompt(ids[:context], ids[context:length], choices, reference, context - border, chat)
 
 
 def render_turns(turns: list[dict[str, str]], tokenizer: Any, chat: bool, answer: bool = False) -> str:
@@ -198,6 +200,12 @@ def _render(sample: Sample, tokenizer: Any, chat: bool) -> _PromptText:
     dropped = 0 if shown == content or not shown else content.index(shown)
     inside = min(max(len(sample.context) - dropped, 0), len(shown))
     return _PromptText(head + shown + tail + sample.answer_prefix, len(head) + inside, special=False)
+
+
+def template_around(tokenizer: Any) -> tuple[str, str]:
+    """What the chat template puts before the user's text, and between it and the answer."""
+    before, _, after = _apply(tokenizer, PLACEHOLDER, "any").partition(PLACEHOLDER)
+    return before, after
 
 
 def _in_template(content: str, tokenizer: Any, name: str) -> tuple[str, str, str]:

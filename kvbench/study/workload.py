@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ..contract.cell import Cell
@@ -87,7 +88,11 @@ class Workload:
 
     def key(self, cell: Cell, sample: Sample) -> str:
         """The identity of a row."""
-        return key_of(config_of(self.configuration(cell)), sample.id)
+        return key_of(self._configs[cell], sample.id)
+
+    @cached_property
+    def _configs(self) -> dict[Cell, str]:
+        return {cell: config_of(self.configuration(cell)) for cell in self.plan.all_cells}
 
     def keys(self) -> set[str]:
         return {self.key(cell, sample) for sample, _ in self.samples.items for cell in self.plan.all_cells}

@@ -217,6 +217,7 @@ def _parts(seen: Observation) -> dict[str, torch.Tensor]:
     assert seen._hidden is not None
     assert seen._future is not None
     assert seen._probe is not None
+    assert seen._second is not None
     assert seen._parts is not None
     assert seen._parts.rotary is not None
     assert seen._parts.output is not None
@@ -224,6 +225,7 @@ def _parts(seen: Observation) -> dict[str, torch.Tensor]:
     return {
         "parts": torch.cat([tables.cos.flatten(), seen._parts.output.weight.flatten()]),
         "question": torch.tensor(seen._question),
+        "second": seen._second,
         "keys": seen.keys,
         "values": seen.values,
         "queries": seen._queries,

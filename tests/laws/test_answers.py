@@ -28,7 +28,7 @@ from tests.laws.lab import (
     try_out,
     words,
 )  # fmt: skip
-from tests.tiny import ARCHS, KV_HEADS, LAYERS
+from tests.tiny import DISTINCT, KV_HEADS, LAYERS
 
 FORWARDS, MIXED = (0, 1, 2, 3), (3, 0, 1, 2)  # orders of choices
 
@@ -88,7 +88,7 @@ def test_question_longer_than_the_context(schedule: str) -> None:
         assert done[cell].outcome.nll == pytest.approx(done.done.full.outcome.nll, abs=1e-5)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_choices_without_a_common_token(arch: str) -> None:
     """Each choice is scored from the cache after the question, whatever was scored before it."""
     parts = [
@@ -123,7 +123,7 @@ def written(done: Trial) -> Tensor:
 
 @pytest.mark.parametrize("draft", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_rows_that_end_do_not_change_the_others(arch: str, schedule: str, draft: bool) -> None:
     """Every row stops at its own EOS and says what it says when nobody stops."""
     prompt, cells = prompt_of(), cells_of(SPECS, (8, 33), schedule)
@@ -273,7 +273,7 @@ def test_taking_rows(arch: str) -> None:
     assert cache.mark() == mark
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 @torch.inference_mode()
 def test_growing_beyond_the_room(arch: str) -> None:
     """A cache that was promised one token takes as many as come."""

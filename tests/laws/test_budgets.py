@@ -30,7 +30,7 @@ from tests.laws.lab import (
     try_out,
     words,
 )  # fmt: skip
-from tests.tiny import ARCHS, HEAD_DIM, KV_HEADS, LAYERS
+from tests.tiny import DISTINCT, HEAD_DIM, KV_HEADS, LAYERS
 
 FLOAT = 4  # bytes
 
@@ -56,7 +56,7 @@ def assert_kept(positions: Tensor, budget: int, seen: int) -> None:
 
 @pytest.mark.parametrize("spec", SPECS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_kept_is_the_budget(arch: str, schedule: str, spec: str) -> None:
     done = trial(arch, schedule)
     full = done.lm.geometry.full_layers
@@ -68,7 +68,7 @@ def test_kept_is_the_budget(arch: str, schedule: str, spec: str) -> None:
         assert done[cell].kept == cell.budget
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_bytes_are_the_formula(arch: str) -> None:
     """B35: keys and values of the KV heads, not of the query heads."""
     done = trial(arch, "prefill")
@@ -107,7 +107,7 @@ def best(worth: list[float], alive: list[int], budget: int, pins: Pins, seen: in
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_what_stays_is_the_head_of_the_ranking(arch: str, schedule: str) -> None:
     """Each cell keeps what its own policy ranks first, in each layer and KV head on its own."""
     given = ((0, 33, Pins()), (1, 8, Pins(2, 4)), (2, 33, Pins(4, 16)), (3, 8, Pins()))

@@ -32,7 +32,7 @@ from tests.laws.lab import (
 )  # fmt: skip
 from tests.laws.runs import by_key, config, lines, recorded
 from tests.scene import DIM, KV_HEADS, ranked, scene
-from tests.tiny import ARCHS, LAYERS
+from tests.tiny import DISTINCT, LAYERS
 
 
 @pytest.mark.usefixtures("toys")
@@ -75,7 +75,7 @@ def test_the_seed_and_the_sample_draw(folder: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_the_same_evaluation_twice(arch: str, schedule: str) -> None:
     first = trial(arch, schedule)
     second = try_out(first.lm, first.prompt, first.cells)

@@ -28,7 +28,7 @@ from tests.laws.lab import (
     words,
 )  # fmt: skip
 from tests.laws.test_order import assert_agree
-from tests.tiny import ARCHS
+from tests.tiny import DISTINCT
 
 NEW = 9  # tokens of an answer
 
@@ -68,7 +68,7 @@ REFERENCES = {"other": 0, "answer": NEW, "beginning": 3}
 
 @pytest.mark.parametrize("reference", REFERENCES)
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_a_draft_changes_nothing(arch: str, schedule: str, reference: str) -> None:
     """Answers and metrics with a draft and without, whether rows follow it to the end, partly or never."""
     base, cells = prompt_of(question=4), cells_of(SPECS, (*BUDGETS, N), schedule)
@@ -81,7 +81,7 @@ def test_a_draft_changes_nothing(arch: str, schedule: str, reference: str) -> No
     assert steps(drafted) <= steps(plainly)
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_what_agrees_is_not_written_again(arch: str) -> None:
     """With everything kept, all rows follow the draft to its end and no step is left to do."""
     base, cells = prompt_of(), cells_of(SPECS, (N,))

@@ -24,12 +24,12 @@ from tests.laws.lab import (
 from tests.laws.test_chunks import assert_same, evicted_is_poison
 from tests.laws.test_full_budget import assert_plain
 from tests.laws.test_order import assert_agree
-from tests.tiny import ARCHS, HEAD_DIM, KV_HEADS
+from tests.tiny import DISTINCT, HEAD_DIM, KV_HEADS
 
 CLOSE = 1e-4
 
 
-@pytest.fixture(params=ARCHS)
+@pytest.fixture(params=DISTINCT)
 def arch(request: pytest.FixtureRequest) -> str:
     return request.param
 

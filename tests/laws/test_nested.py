@@ -35,7 +35,7 @@ from tests.laws.lab import (
     try_out,
     words,
 )  # fmt: skip
-from tests.tiny import ARCHS, KV_HEADS, LAYERS
+from tests.tiny import DISTINCT, KV_HEADS, LAYERS
 
 FIXED = ("random", "streaming_llm", "oracle")  # a token's score never changes, whatever was evicted
 
@@ -56,7 +56,7 @@ def every_budget(arch: str, spec: str, pins: Pins | None = None) -> list[list[Te
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_all_budgets_nest(arch: str, spec: str) -> None:
     for pins in (None, Pins(4, 16)) if arch == "llama" else (None,):
         kept = every_budget(arch, spec, pins)

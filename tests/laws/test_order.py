@@ -23,7 +23,7 @@ from tests.laws.lab import (
     trial,
     try_out,
 )  # fmt: skip
-from tests.tiny import ARCHS
+from tests.tiny import DISTINCT
 
 CLOSE = 1e-5
 
@@ -46,7 +46,7 @@ def assert_agree(one: Trial, other: Trial, cell: Cell, future: float = 0) -> Non
 
 @pytest.mark.parametrize("choices", [False, True])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_order_of_cells(arch: str, schedule: str, choices: bool) -> None:
     done = trial(arch, schedule, choices)
     cells = list(done.cells)
@@ -97,7 +97,7 @@ def test_the_full_cache_is_a_cell() -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_batches(arch: str, schedule: str) -> None:
     """When the rows do not fit in memory together, they answer in several batches."""
     done = trial(arch, schedule)
@@ -109,7 +109,7 @@ def test_batches(arch: str, schedule: str) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 def test_order_of_samples(arch: str, schedule: str) -> None:
     """Samples of different kinds and lengths, forwards and backwards: not one bit differs."""
     cells = cells_of(SPECS, BUDGETS[:1], schedule)

@@ -17,7 +17,7 @@ from tests.laws import toy
 from tests.laws.kinds import asks
 from tests.laws.lab import N, cells_of, loaded, prompt_of, try_out
 from tests.laws.runs import config
-from tests.tiny import ARCHS, KV_HEADS
+from tests.tiny import DISTINCT, KV_HEADS
 
 ASKING = [
     name
@@ -31,7 +31,7 @@ def test_there_are_some() -> None:
     assert "finch" in ASKING
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", DISTINCT)
 @pytest.mark.parametrize("spec", ASKING)
 def test_budgets(spec: str, arch: str) -> None:
     prompt = replace(prompt_of(), asked=QUESTION)

@@ -25,7 +25,7 @@ MUTATIONS = [
     ),
     mutation(
         "7", "context and question are tokenised apart", PROMPT,
-        "    return Prompt(ids[:context], ids[context:length], choices, reference, context - border)",
+        "    return Prompt(ids[:context], ids[context:length], choices, reference, context - border, chat)",
         "    apart = _tokenise(rendered.text[: rendered.border], tokenizer, rendered.special)[0]\n"
         "    ids = apart + _tokenise(rendered.text[rendered.border :], tokenizer, False)[0]\n"
         "    return Prompt(ids[: len(apart)], ids[len(apart) :], choices, reference)",

@@ -76,7 +76,7 @@ class Look(Policy):
     """Notes what a function sees of each layer, chunk by chunk."""
 
     name = "look"
-    needs = frozenset(Need) - {Need.FUTURE, Need.PROBE}
+    needs = frozenset(Need) - {Need.FUTURE, Need.PROBE, Need.SECOND_PASS}
 
     def score(self, seen: Observation) -> Tensor:
         NOTES.append(LOOKS[0](seen))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...contract.cell import Cell, Ranker
 from ...contract.need import Need
+from ...contract.second_pass import ContextText
 from ...contract.shared_work import SharedWork
 from ...engine.attention import Layer
 from ...engine.bind import BoundPolicies, bind_policies, reason
@@ -24,9 +25,11 @@ from ...engine.forward import read
 from ...engine.hidden import recorded_hidden
 from ...engine.observe import Moment, observe_rows
 from ...engine.order import rank
+from ...engine.passes import AFTERWARDS
 from ...engine.probe import read_probe
 from ...engine.ranking import Ranking, Rankings, RowRanker
 from ...engine.score import validated_score
+from ...engine.second_pass import rank_after_second_pass
 from ...engine.selection import evict
 from ...errors import KvbenchError
 from ...model.lm import LoadedModel
@@ -190,8 +193,8 @@ def _run_stages(lm: LoadedModel, ids: Tensor, cells: Sequence[Cell], new_tokens:
     stages = {ranker: Stages(failed=failures.get(ranker.policy, "")) for ranker in rankers}
     extra = max([new_tokens, *(len(probe.tokens) for probe in bound.probes)])
     cache = Cache.empty(lm.geometry.layers, n + extra)
-    moment = Moment(n, n, draw=0, question=min(QUESTION, n))
-    plain = {one: times for one, times in stages.items() if Need.PROBE not in one.policy.needs}
+    moment = Moment(n, n, draw=0, question=min(QUESTION, n), text=_text(lm, ids))
+    plain = {one: times for one, times in stages.items() if not one.policy.needs & AFTERWARDS}
     timer = _StageTimer(clock, bound, moment, plain)
     hidden = any(Need.HIDDEN_STATES in ranker.policy.needs for ranker in rankers)
     with recorded_hidden(lm, timer.hidden) if hidden else nullcontext():
@@ -203,6 +206,9 @@ def _run_stages(lm: LoadedModel, ids: Tensor, cells: Sequence[Cell], new_tokens:
             if ranker.policy in probe.policies:
                 once = _StageTimer(clock, bound, moment, {ranker: stages[ranker]}, len(probe.tokens))
                 rankings = rankings.joined(_time_probe(lm, cache, probe.tokens, n, once, stages[ranker]))
+    for ranker in rankers:
+        if Need.SECOND_PASS in ranker.policy.needs and not stages[ranker].failed:
+            rankings = rankings.joined(_time_second_pass(clock, bound, cache, ranker, moment, stages[ranker]))
     _decode(lm, clock, cache, done.full, n, new_tokens)
     for cell in cells:
         times = done.policies[cell] = stages[cell.ranker]
@@ -229,6 +235,29 @@ def _time_probe(
         stages.score = [seconds + timer.forward.seconds / len(stages.score) for seconds in stages.score]
         stages.score_flops += prefill_flops(lm, n + len(tokens)) - prefill_flops(lm, n)
     return rankings
+
+
+def _time_second_pass(
+    clock: Clock, bound: BoundPolicies, cache: Cache, ranker: Ranker, moment: Moment, stages: Stages
+) -> Rankings:
+    """Score and rank for a policy with a second pass: all of it counts as scoring, shared by all layers."""
+    with clock.timed(stages.scoring):
+        found = rank_after_second_pass(bound, cache, [[ranker]], moment)
+    stages.failed = found.failures.get((0, ranker), "")
+    if not stages.failed:
+        layers = len(bound.lm.geometry.full_layers)
+        stages.score = [stages.scoring.seconds / layers] * layers
+        stages.score_flops = counted_flops(lambda: rank_after_second_pass(bound, cache, [[ranker]], moment))
+    return found
+
+
+def _text(lm: LoadedModel, ids: Tensor) -> ContextText:
+    """The prompt as text, without a template."""
+
+    def encode(text: str) -> tuple[int, ...]:
+        return tuple(lm.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return ContextText(tuple(ids.tolist()), 0, encode("\n"), encode)
 
 
 def _decode(lm: LoadedModel, clock: Clock, cache: Cache, stages: Stages, n: int, new_tokens: int) -> None:
