@@ -75,7 +75,7 @@ def theirs(arch: str, press: Any, capture: str, ids: Tensor, attention: str) -> 
 
 
 def same(found: tuple[Tensor, Tensor], expected: Tensor) -> None:
-    """The same slots in every layer, KV head and budget, but for those that their score does not tell apart."""
+    """The same slots everywhere, but for those that their score does not tell apart."""
     order, score = found
     torch.testing.assert_close(score, expected, atol=1e-5, rtol=1e-4)
     newest = 0
