@@ -53,6 +53,9 @@ def trace(
         str, typer.Option(help="data (the reference answer) or generated (the model's own answer).")
     ] = "data",
     store: Annotated[str, typer.Option(help="Precision on disk: float16, bfloat16 or float32.")] = "float16",
+    hidden: Annotated[
+        bool, typer.Option(help="Also record what attention modules receive, for policies that read it.")
+    ] = False,
     device: Device = "auto",
     dtype: DType = "auto",
     executor: ExecutorName = "local",
@@ -70,7 +73,7 @@ def trace(
 
     config = TraceConfig(
         tasks=tuple(specs), samples=samples, out=out, model=model, length=length, seed=seed,
-        data=data, under=under, response=response, store=store, device=device, dtype=dtype,
+        data=data, under=under, response=response, store=store, hidden=hidden, device=device, dtype=dtype,
         template_args=tuple(template_arg or ()),
     )  # fmt: skip
     found = collect(config, not quiet, typer.echo, make_executor(executor, workers, ray_address))

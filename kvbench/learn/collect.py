@@ -37,7 +37,7 @@ class TraceConfig:
     "POLICY:BUDGET" records the queries of question and answer as they come out when the context was
     evicted to that budget first; keys and values of the context are always the full cache's. response:
     what follows the question, the data's reference or what the model itself answers (generated). store:
-    dtype on disk.
+    dtype on disk. hidden: also what every attention module receives.
     """
 
     tasks: tuple[str, ...]
@@ -50,6 +50,7 @@ class TraceConfig:
     under: str | None = None
     response: str = "data"
     store: str = "float16"
+    hidden: bool = False
     device: str = "auto"
     dtype: str = "auto"
     template_args: tuple[str, ...] = ()
@@ -136,7 +137,7 @@ def _compute(
     advance: Callable[[str], None],
 ) -> None:
     """Record and store; what workers lost is named at the end, when the rest is stored."""
-    work = partial(_record_request, STORED[config.store], config.eviction, config.response == "generated")
+    work = partial(_record_request, config)
     lost = []
     with deferred_interrupt() as interrupt:
         results = zip(missing, in_order(executor.compute(opened.load, work, missing)), strict=True)
@@ -162,11 +163,9 @@ def _compute(
         )
 
 
-def _record_request(
-    dtype: torch.dtype, eviction: Cell | None, generated: bool, lm: LoadedModel, request: TraceRequest
-) -> Recording:
-    prompt = answer_prompt(lm, request.prompt) if generated else request.prompt
-    return record(lm, prompt, dtype, eviction, request.name)
+def _record_request(config: TraceConfig, lm: LoadedModel, request: TraceRequest) -> Recording:
+    prompt = answer_prompt(lm, request.prompt) if config.response == "generated" else request.prompt
+    return record(lm, prompt, STORED[config.store], config.eviction, request.name, config.hidden)
 
 
 def _samples(config: TraceConfig, opened: OpenModel) -> list[TraceRequest]:
@@ -231,7 +230,8 @@ def _length(prompt: Prompt) -> int:
 
 def _header(config: TraceConfig, opened: OpenModel) -> dict[str, Any]:
     geometry = opened.geometry
-    given = {"template_args": list(config.template_args)} if config.template_args else {}
+    given: dict[str, Any] = {"template_args": list(config.template_args)} if config.template_args else {}
+    given |= {"hidden": True} if config.hidden else {}
     return {
         **given,
         "model": opened.name,
@@ -258,7 +258,10 @@ def _check_disk(config: TraceConfig, opened: OpenModel, missing: list[TraceReque
     itemsize = STORED[config.store].itemsize
     heads = geometry.query_heads + 2 * geometry.kv_heads
     tokens = sum(_length(request.prompt) for request in missing)
-    size = len(geometry.full_layers) * heads * geometry.head_dim * itemsize * tokens
+    width = heads * geometry.head_dim + (
+        opened.config.get_text_config(decoder=True).hidden_size if config.hidden else 0
+    )
+    size = len(geometry.full_layers) * width * itemsize * tokens
     free = shutil.disk_usage(_existing(Path(config.out))).free
     told = f"{len(missing)} traces, {tokens} tokens, {size / 2**30:.2f} GiB; {free / 2**30:.1f} GiB free"
     if size > free * 0.95:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .trace import Trace
 
 
-NOT_RECORDED = frozenset({Need.HIDDEN_STATES, Need.QUESTION, Need.SECOND_PASS})
+NOT_RECORDED = frozenset({Need.QUESTION, Need.SECOND_PASS})
 
 
 @dataclass(frozen=True)
@@ -98,16 +98,20 @@ class RecordedRanker:
         """
         probes = self._probes(trace, splits)
         parts = self._parts()
+        needs_hidden = any(Need.HIDDEN_STATES in policy.needs for policy in self.policies)
         orders: dict[tuple[int, str], list[Tensor]] = {}
         failures: dict[str, str] = {}
         utility: list[list[Tensor]] = [[] for _ in splits]
         for layer in range(self.traces.layers):
             q, k, v = (part.float() for part in trace.layer(layer))
+            h = trace.hidden(layer).float() if needs_hidden else None
             found = utilities(q, k, trace.info.scaling, splits)
             for i, n in enumerate(splits):
                 utility[i].append(found[i])
                 seen = self._observation(trace, layer, (q[:, :n], k[:, :n], v[:, :n]), found[i])
-                seen = replace(seen, _parts=parts[layer] if parts else None)
+                seen = replace(
+                    seen, _parts=parts[layer] if parts else None, _hidden=None if h is None else h[None, :n]
+                )
                 for policy in self.policies:
                     spec, shown = spec_of(policy), seen
                     if spec in failures:
@@ -204,7 +208,7 @@ def policies_for(traces: TraceSet, specs: Iterable[str]) -> tuple[list[Policy], 
     for spec, policy in {spec_of(policy): policy for policy in parsed}.items():
         try:
             check_trained(policy, traces.header["model"], model)
-            _check_recorded(policy)
+            _check_recorded(policy, traces)
             policies.append(policy)
         except BadInput as error:
             if spec in asked or "all" not in asked:
@@ -213,8 +217,13 @@ def policies_for(traces: TraceSet, specs: Iterable[str]) -> tuple[list[Policy], 
     return policies, left_out
 
 
-def _check_recorded(policy: Policy) -> None:
+def _check_recorded(policy: Policy, traces: TraceSet) -> None:
     """Raises BadInput for a policy that reads what traces do not hold."""
+    if Need.HIDDEN_STATES in policy.needs and not traces.has_hidden:
+        raise BadInput(
+            f"{spec_of(policy)} reads hidden states, which {traces.folder} does not hold: make it again with "
+            "kvbench trace --hidden"
+        )
     if lacking := sorted(need.value for need in policy.needs & NOT_RECORDED):
         raise BadInput(
             f"{spec_of(policy)} reads {' and '.join(lacking)}, which traces do not hold: "

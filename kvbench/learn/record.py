@@ -5,6 +5,7 @@ In: a LoadedModel, a prompt, and the cell that its context is cut to, if any. Ou
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -16,6 +17,7 @@ from ..engine.attention import Layer
 from ..engine.bind import bind_policies
 from ..engine.cache import Cache
 from ..engine.forward import read
+from ..engine.hidden import recorded_hidden
 from ..engine.observe import Moment
 from ..engine.passes import read_and_rank
 from ..engine.selection import evict
@@ -24,17 +26,22 @@ from ..model.context_text import context_text
 from ..model.lm import LoadedModel
 from ..model.prompt import Continuation, Prompt
 
-# Per layer q, k, v; the factor on logits; the token ids.
-Recording = tuple[list[tuple[Tensor, Tensor, Tensor]], float, tuple[int, ...]]
+# Per layer q, k, v, and hidden states where they are wanted; the factor on logits; the token ids.
+Recording = tuple[list[tuple[Tensor, ...]], float, tuple[int, ...]]
 
 
 class _Recorder:
-    """Observer that keeps queries, keys and values of the full-attention layers."""
+    """Observer that keeps queries, keys and values of the full-attention layers.
+
+    hidden: layer -> what its attention module received, filled from outside while the layer is read, where it
+    is to be kept, too.
+    """
 
     def __init__(self, layers: tuple[int, ...], dtype: torch.dtype) -> None:
         self.layers = layers
         self.dtype = dtype
-        self.parts: dict[int, list[tuple[Tensor, Tensor, Tensor]]] = {layer: [] for layer in layers}
+        self.hidden: dict[int, Tensor] = {}
+        self.parts: dict[int, list[tuple[Tensor, ...]]] = {layer: [] for layer in layers}
         self.scaling = 0.0
 
     def __call__(self, layer: Layer) -> None:
@@ -42,17 +49,17 @@ class _Recorder:
             return
         keys, values, _ = layer.bucket.view(layer.index)
         new = layer.queries.shape[2]
-        part = (layer.queries[0], keys[0, :, -new:], values[0, :, -new:])
-        self.parts[layer.index].append(tuple(t.to("cpu", self.dtype, copy=True) for t in part))  # type: ignore[arg-type]
+        part = [layer.queries[0], keys[0, :, -new:], values[0, :, -new:]]
+        part += [self.hidden[layer.index]] if layer.index in self.hidden else []  # (1, new, d_model)
+        self.parts[layer.index].append(tuple(t.to("cpu", self.dtype, copy=True) for t in part))
         self.scaling = layer.scaling
 
-    def finish(self) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Per full layer: queries, keys, values of the whole sequence."""
-        joined = []
-        for layer in self.layers:
-            q, k, v = (torch.cat(pieces, 1) for pieces in zip(*self.parts[layer], strict=True))
-            joined.append((q, k, v))
-        return joined
+    def finish(self) -> list[tuple[Tensor, ...]]:
+        """Per full layer: queries, keys, values (and hidden states) of the whole sequence."""
+        return [
+            tuple(torch.cat(pieces, 1) for pieces in zip(*self.parts[layer], strict=True))
+            for layer in self.layers
+        ]
 
 
 @torch.inference_mode()
@@ -80,18 +87,23 @@ def _write_answer(lm: LoadedModel, prompt: Prompt) -> list[int]:
 
 @torch.inference_mode()
 def record(
-    lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str
-) -> Recording:
-    """One prompt followed by its reference: queries, keys, values per full-attention layer; scaling; ids."""
+    lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str,
+    hidden: bool = False,
+) -> Recording:  # fmt: skip
+    """One prompt followed by its reference: queries, keys, values per full-attention layer; scaling; ids.
+
+    hidden: also what each attention module received, (1, token, d_model).
+    """
     tokens = len(prompt.context) + len(prompt.question) + len(prompt.reference.ids)
-    with lm.rotation.whole(tokens):
-        return _record(lm, prompt, dtype, eviction, name)
+    recorder = _Recorder(lm.geometry.full_layers, dtype)
+    noting = recorded_hidden(lm, recorder.hidden) if hidden else nullcontext()
+    with lm.rotation.whole(tokens), noting:
+        return _record(lm, prompt, recorder, eviction, name)
 
 
 def _record(
-    lm: LoadedModel, prompt: Prompt, dtype: torch.dtype, eviction: Cell | None, name: str
+    lm: LoadedModel, prompt: Prompt, recorder: _Recorder, eviction: Cell | None, name: str
 ) -> Recording:
-    recorder = _Recorder(lm.geometry.full_layers, dtype)
     context = torch.tensor(prompt.context, dtype=torch.int64, device=lm.device)
     rest = torch.tensor([*prompt.question, *prompt.reference.ids], device=lm.device)
     ids = (*prompt.context, *prompt.question, *prompt.reference.ids)

@@ -4,7 +4,8 @@
     DIR/index.jsonl                     one line per trace: id, tokens, context, shard
     DIR/shard-0003/layer-07.safetensors tensors "<trace>.q" (query_head, token, dim), ".k" and ".v"
                                         (kv_head, token, dim), memory-mapped: reading one KV head
-                                        touches only its own bytes
+                                        touches only its own bytes; ".h" (1, token, d_model) where hidden
+                                        states were asked for
 
 No attention matrix is stored; utilities are recomputed from queries and keys.
 """
@@ -74,8 +75,7 @@ class Trace:
 
         heads: KV heads to read; their queries come with them.
         """
-        path = self.folder / f"shard-{self.info.shard:04d}" / f"layer-{index:02d}.safetensors"
-        file = _opened(str(path), path.stat().st_mtime_ns)
+        file = self._file(index)
         if heads is None:
             q, k, v = (file.get_tensor(f"{self.info.id}.{name}") for name in "qkv")
             return q, k, v
@@ -86,6 +86,23 @@ class Trace:
             keys[heads],
             file.get_slice(f"{self.info.id}.v")[heads],
         )
+
+    def hidden(self, index: int) -> Tensor:
+        """What the attention module of a layer received: (token, d_model), as stored.
+
+        Raises StoreError for traces without it.
+        """
+        name, file = f"{self.info.id}.h", self._file(index)
+        if name not in file.keys():  # noqa: SIM118
+            raise StoreError(
+                f"{self.folder} holds no hidden states: make it again with kvbench trace --hidden"
+            )
+        found: Tensor = file.get_tensor(name)[0]
+        return found
+
+    def _file(self, index: int) -> Any:
+        path = self.folder / f"shard-{self.info.shard:04d}" / f"layer-{index:02d}.safetensors"
+        return _opened(str(path), path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=512)
@@ -149,6 +166,11 @@ class TraceSet:
     def dim(self) -> int:
         return int(self.header["head_dim"])
 
+    @property
+    def has_hidden(self) -> bool:
+        """Whether what attention modules received is stored."""
+        return bool(self.header.get("hidden"))
+
 
 class TraceWriter:
     """Appends shards to a folder; a killed process loses at most the shard in work."""
@@ -156,7 +178,7 @@ class TraceWriter:
     def __init__(self, folder: str | Path, header: dict[str, Any]) -> None:
         self.folder = Path(folder)
         self.header = {"schema": TRACE_SCHEMA, **header}
-        self._pending: list[tuple[TraceInfo, list[tuple[Tensor, Tensor, Tensor]]]] = []
+        self._pending: list[tuple[TraceInfo, list[tuple[Tensor, ...]]]] = []
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / INDEX).touch()
@@ -178,8 +200,8 @@ class TraceWriter:
             listing = "; ".join(f"{n}: {there.get(n)!r} there, {self.header.get(n)!r} asked" for n in names)
             raise StoreError(f"{self.folder} holds other traces ({listing}): use another --out")
 
-    def add(self, info: TraceInfo, layers: Sequence[tuple[Tensor, Tensor, Tensor]]) -> None:
-        """Queue one trace; info.shard is set by the writer."""
+    def add(self, info: TraceInfo, layers: Sequence[tuple[Tensor, ...]]) -> None:
+        """Queue one trace; info.shard is set by the writer. layers: q, k, v, and h where it was recorded."""
         self._pending.append((info, list(layers)))
         if len(self._pending) == SHARD:
             self.flush()
@@ -197,7 +219,7 @@ class TraceWriter:
                 tensors = {
                     f"{info.id}.{name}": tensor.contiguous()
                     for info, layers in self._pending
-                    for name, tensor in zip("qkv", layers[layer], strict=True)
+                    for name, tensor in zip("qkvh", layers[layer], strict=False)
                 }
                 save_file(tensors, folder / f"layer-{layer:02d}.safetensors")
             infos = [replace(info, shard=shard) for info, _ in self._pending]

@@ -133,6 +133,7 @@ def commands(policy: str, recipe: Any, default: Any, traces: TraceSet) -> list[s
     for option in ("length", "seed", "data", "under", "response"):
         if header.get(option) is not None:
             record += f" --{option} {header[option]}"
+    record += " --hidden" if header.get("hidden") else ""
     defaults = asdict(default)
     changed = [f" --{k.replace('_', '-')} {v}" for k, v in asdict(recipe).items() if v != defaults[k]]
     return [

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections import namedtuple
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,21 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from kvbench.contract.need import Need
+from kvbench.contract.observation import Observation
+from kvbench.contract.policy import Policy
+from kvbench.contract.registry import register
 from kvbench.errors import BadInput, StoreError
 from kvbench.learn import collect as collecting
 from kvbench.learn import trace
 from kvbench.learn.collect import TraceConfig, collect
+from kvbench.learn.ranked import RecordedRanker
 from kvbench.learn.trace import TraceSet
 from kvbench.model.open import OpenModel
 from kvbench.model.prompt import Prompt
 from kvbench.study.samples import TaskSamples
 from tests.kvp.make import model_folder
+from tests.laws import toy
 from tests.laws.lab import FOREVER, _slow_attention
 from tests.tiny import KV_HEADS, LAYERS, tiny_model
 
@@ -331,3 +337,68 @@ def test_folders_without_traces_say_how_to_make_some(tmp_path: Path) -> None:
     (tmp_path / "index.jsonl").write_text('{"id": "a"\n')
     with pytest.raises(StoreError, match="broken"):
         TraceSet(tmp_path)
+
+
+@pytest.mark.parametrize("under", [None, "knorm:20"])
+def test_hidden_states(
+    folder: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, under: str | None
+) -> None:
+    """What attention modules of a stock model receive; after an eviction, those of the context."""
+    seen = prompts(monkeypatch)
+    found = collect(config(folder, tmp_path / "t", hidden=True, under=under), progress=False)
+    assert found.has_hidden
+    for index, prompt in enumerate(seen):
+        wanted = received([*prompt.context, *prompt.question, *prompt.reference.ids])
+        stop = len(prompt.context) if under else None
+        for layer in range(LAYERS):
+            hidden = found[index].hidden(layer)
+            assert hidden.shape == wanted[layer].shape
+            assert torch.allclose(hidden[:stop], wanted[layer][:stop], atol=1e-4)
+
+
+def received(ids: Sequence[int]) -> list[Tensor]:
+    model, noted = tiny_model("llama", "sdpa"), []
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_pre_hook(
+            lambda module, args, kwargs: noted.append(kwargs["hidden_states"][0]), with_kwargs=True
+        )
+    with torch.inference_mode():
+        model(torch.tensor([list(ids)]), use_cache=False)
+    return noted
+
+
+@dataclass(frozen=True)
+class ByHidden(Policy):
+    """Ranks by the norm of the hidden state."""
+
+    needs = frozenset({Need.HIDDEN_STATES})
+
+    def score(self, seen: Observation) -> Tensor:
+        return seen.hidden_states.norm(dim=-1)[:, None].expand(-1, seen.kv_heads, -1).contiguous()
+
+
+def test_policies_rank_by_recorded_hidden_states(folder: str, tmp_path: Path) -> None:
+    plain = collect(config(folder, tmp_path / "plain"), progress=False)
+    found = collect(config(folder, tmp_path / "t", hidden=True), progress=False)
+    with toy.added():
+        register("laws_hidden", source="tests")(ByHidden)
+        with pytest.raises(BadInput, match=r"plain does not hold: make it again with kvbench trace --hidden"):
+            RecordedRanker.open(plain, ["laws_hidden"])
+        ranker = RecordedRanker.open(found, ["laws_hidden"])
+        trace = found[0]
+        splits = [20, trace.info.context]
+        for n, ranked in zip(splits, ranker.rank(trace, splits), strict=True):
+            for layer in range(LAYERS):
+                score = trace.hidden(layer)[:n].norm(dim=-1)
+                order = sorted(range(n), key=lambda i: (-score[i].item(), -i))
+                for head in range(KV_HEADS):
+                    assert ranked.orders["laws_hidden"][layer, head].tolist() == order
+
+
+def test_traces_without_hidden_states_say_so(folder: str, tmp_path: Path) -> None:
+    found = collect(config(folder, tmp_path / "t"), progress=False)
+    assert not found.has_hidden
+    with pytest.raises(StoreError, match="kvbench trace --hidden"):
+        found[0].hidden(0)
+    with pytest.raises(StoreError, match="hidden: None there, True asked"):
+        collect(config(folder, tmp_path / "t", hidden=True), progress=False)
