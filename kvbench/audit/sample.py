@@ -29,12 +29,15 @@ from .sources import settings_of
 
 SIZES = ("nll_tokens", "kv_bytes")  # metrics that are the same for every policy
 ENDS = 400  # characters of a long context that are shown at each end
+RUN = 30  # and of the text of kept neighbours
+RUNS = 24  # runs of kept neighbours that are shown
 
 
 def show_sample(path: str | Path, sample: str, whole: bool = False, kept: bool = False) -> Iterator[str]:
     """The lines that `kvbench show` prints.
 
-    whole: print all of the context, not its ends. kept: load the model and show what each policy keeps.
+    whole: print all of the context and of what is kept, not their ends. kept: load the model and show what
+    each policy keeps.
     Raises: BadInput for a sample that the run does not have, and as opening the model does.
     """
     stored = stored_rows(path)[0]
@@ -61,7 +64,7 @@ def show_sample(path: str | Path, sample: str, whole: bool = False, kept: bool =
             for work, item, prompt in found:
                 if isinstance(prompt, Prompt):
                     loaded = loaded or work.opened.load()
-                    yield from _kept(work, loaded, item, prompt)
+                    yield from _kept(work, loaded, item, prompt, whole)
         yield ""
 
 
@@ -114,7 +117,7 @@ def _answers(rows: Sequence[Row], metrics: dict[str, Metric]) -> Iterator[str]:
         yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
 
 
-def _kept(work: Workload, lm: LoadedModel, sample: Sample, prompt: Prompt) -> Iterator[str]:
+def _kept(work: Workload, lm: LoadedModel, sample: Sample, prompt: Prompt, whole: bool) -> Iterator[str]:
     """Of each cell, how many (layer, KV head) pairs keep each part of the context, and what most keep."""
     key = draw_key(work.config.seed, spec_of(work.plan.task), sample.id)
     if any(cell.schedule.chunk is not None for cell in work.plan.cells):
@@ -125,7 +128,10 @@ def _kept(work: Workload, lm: LoadedModel, sample: Sample, prompt: Prompt) -> It
         most = (share > 0.5).nonzero().flatten().tolist()
         title = f"{cell.spec} at {cell.budget}"
         yield f"\n{title}: share of heads that keep a token, by tenth of the context: {tenths}"
-        yield f"kept by most heads: {_ranges(most, lm, prompt)}"
+        runs = [_run(first, last, lm, prompt, whole) for first, last in _runs(most)]
+        shown = runs if whole else runs[:RUNS]
+        more = f", and {len(runs) - len(shown)} more: --whole prints them" if len(runs) > len(shown) else ""
+        yield f"kept by most heads: {', '.join(shown) or 'no token'}{more}"
 
 
 def _shares(slots: torch.Tensor, tokens: int) -> torch.Tensor:
@@ -134,16 +140,20 @@ def _shares(slots: torch.Tensor, tokens: int) -> torch.Tensor:
     return counts / (slots.shape[0] * slots.shape[1])
 
 
-def _ranges(positions: Sequence[int], lm: LoadedModel, prompt: Prompt) -> str:
-    """Runs of positions with their text."""
+def _runs(positions: Sequence[int]) -> list[list[int]]:
+    """The first and last of neighbours, for ascending positions."""
     runs: list[list[int]] = []
     for position in positions:
         if runs and runs[-1][1] == position - 1:
             runs[-1][1] = position
         else:
             runs.append([position, position])
-    told = [
-        f"{first}-{last} {lm.tokenizer.decode(list(prompt.context[first : last + 1]))!r}"
-        for first, last in runs
-    ]
-    return ", ".join(told) or "no token"
+    return runs
+
+
+def _run(first: int, last: int, lm: LoadedModel, prompt: Prompt, whole: bool) -> str:
+    """A run of positions with its text, or with the ends of a long one."""
+    text = lm.tokenizer.decode(list(prompt.context[first : last + 1]))
+    if not whole and len(text) > 3 * RUN:
+        text = f"{text[:RUN]} ... {text[-RUN:]}"
+    return f"{first}-{last} {text!r}"

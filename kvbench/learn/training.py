@@ -124,6 +124,23 @@ def learning_rate(config: LearningRates, step: int) -> float:
     return config.last_lr + (config.lr - config.last_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def card_of(policy: str, recipe: Any, default: Any, traces: TraceSet) -> dict[str, Any]:
+    """What the card of every trained policy says: model, data, how to make the weights again, and settings.
+
+    default: the recipe that needs no options.
+    """
+    header = traces.header
+    return {
+        "policy": policy,
+        "model": header["model"],
+        "model_sha256": header["model_sha256"],
+        "data": {key: header.get(key) for key in ("tasks", "length", "seed", "under", "response")},
+        "traces": len(traces),
+        "commands": commands(policy, recipe, default, traces),
+        "recipe": asdict(recipe),
+    }
+
+
 def commands(policy: str, recipe: Any, default: Any, traces: TraceSet) -> list[str]:
     """The two commands that make a policy's weights again. default: the recipe that needs no options."""
     header = traces.header

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from kvbench.contract.policy import TrainedFor
 from kvbench.learn.trace import TraceSet
-from kvbench.learn.training import Report, Trainer, commands
+from kvbench.learn.training import Report, Trainer, card_of
 from kvbench.store.results import check_writable
 
 from .checkpoint import SoftTokens, write_tokens
@@ -54,14 +53,7 @@ def train_file(recipe: JudgeQRecipe, folder: Path, out: Path, report: Report) ->
 
 def make_card(recipe: JudgeQRecipe, traces: TraceSet, curve: Curve) -> dict[str, Any]:
     """What the soft tokens are: model, data, recipe (with seed and steps), validation loss and cost."""
-    return {
-        "policy": "judgeq",
-        "model": traces.header["model"],
-        "model_sha256": traces.header["model_sha256"],
-        "data": {key: traces.header.get(key) for key in ("tasks", "length", "seed", "under", "response")},
-        "traces": len(traces),
-        "commands": commands("judgeq", recipe, RECIPES["cpu"], traces),
-        "recipe": asdict(recipe),
+    return card_of("judgeq", recipe, RECIPES["cpu"], traces) | {
         "curve": {"steps": curve.steps, "loss": curve.loss, "cost": curve.cost},
         "untrained_cost": curve.cost[0],
         "validation_cost": curve.cost[-1],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 from kvbench.errors import WorkersLost
 from kvbench.learn.trace import TraceSet
-from kvbench.learn.training import Report, Trainer, commands
+from kvbench.learn.training import Report, Trainer, card_of
 from kvbench.store.results import check_writable
 from kvbench.study.executors import Executor, LostJob
 
@@ -104,16 +103,7 @@ def _state(out: Path, layers: range) -> Path:
 
 def make_card(recipe: KVPRecipe, traces: TraceSet, cost: float) -> dict[str, Any]:
     """What the weights are: model, data, recipe (with seed and steps) and validation cost."""
-    return {
-        "policy": "kvp",
-        "model": traces.header["model"],
-        "model_sha256": traces.header["model_sha256"],
-        "data": {key: traces.header[key] for key in ("tasks", "length", "seed", "under")},
-        "traces": len(traces),
-        "commands": commands("kvp", recipe, RECIPES["cpu"], traces),
-        "recipe": asdict(recipe),
-        "validation_cost": cost,
-    }
+    return card_of("kvp", recipe, RECIPES["cpu"], traces) | {"validation_cost": cost}
 
 
 def write(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from kvbench.contract.calibration import Calibration, write_calibration
-from kvbench.contract.eviction import eviction_cost
 from kvbench.contract.policy import TrainedFor
 from kvbench.errors import BadInput
-from kvbench.learn.ranked import boundary
-from kvbench.learn.trace import TraceSet, utilities
-from kvbench.learn.training import Report, Trainer, commands, held_out
+from kvbench.learn.trace import TraceSet
+from kvbench.learn.training import Report, Trainer, card_of, held_out
+from kvbench.learn.validation import boundary_cost
 from kvbench.store.results import check_writable
 
 from .policy import FILTERS
@@ -52,15 +51,8 @@ def train_file(recipe: QFiltersRecipe, folder: Path, out: Path, report: Report) 
         [direction(rows_of(traces, learned, layer, recipe)) for layer in range(traces.layers)]
     )
     filters = filters.unflatten(1, (traces.kv_heads, -1)).mean(2)  # (layer, kv_head, dim)
-    cost = mean_cost(traces, measuring, filters)
-    card = {
-        "policy": "q_filters",
-        "model": traces.header["model"],
-        "model_sha256": traces.header["model_sha256"],
-        "data": {key: traces.header.get(key) for key in ("tasks", "length", "seed", "under", "response")},
-        "traces": len(traces),
-        "commands": commands("q_filters", recipe, RECIPES["cpu"], traces),
-        "recipe": asdict(recipe),
+    cost = boundary_cost(traces, measuring, lambda layer, keys, values: _project(keys, filters[layer]))
+    card = card_of("q_filters", recipe, RECIPES["cpu"], traces) | {
         "validation_cost": cost,
         "seconds": round(time.perf_counter() - started, 1),
     }
@@ -89,19 +81,9 @@ def direction(queries: Tensor) -> Tensor:
     return vector * sign
 
 
-def mean_cost(traces: TraceSet, chosen: list[int], filters: Tensor) -> float:
-    """Mean eviction cost at the boundary, nothing pinned, over traces, layers and KV heads."""
-    costs = []
-    for index in chosen:
-        trace = traces[index]
-        (n,) = boundary(trace)
-        for layer in range(traces.layers):
-            queries, keys, _ = (part.float() for part in trace.layer(layer))
-            (utility,) = utilities(queries, keys, trace.info.scaling, [n])
-            score = (keys[:, :n] @ filters[layer][..., None])[..., 0]
-            order = n - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)
-            costs.append(eviction_cost(order, utility).mean())
-    return torch.stack(costs).mean().item()
+def _project(keys: Tensor, filters: Tensor) -> Tensor:
+    """Keys (kv_head, slot, dim) on their head's filter: (kv_head, slot)."""
+    return (keys @ filters[..., None])[..., 0]
 
 
 TRAINER = Trainer(recipes=RECIPES, train=train_file)

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 import kvbench
+from kvbench.audit import sample
 from kvbench.cli import main as cli
 from kvbench.store.results import read_rows
 from tests.laws import toy
@@ -59,6 +60,18 @@ def test_kept_tokens(run: Path) -> None:
     (first, stop), (last, end) = re.findall(r"(\d+)-(\d+) ['\"]", part)
     assert (int(first), int(stop)) == (0, 3)
     assert int(end) - int(last) == 3
+
+
+def test_long_runs_of_kept_tokens_show_their_ends(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "RUN", 2)
+    monkeypatch.setattr(sample, "RUNS", 1)
+    name = read_rows(run)["sample"].iloc[0]
+    short, whole = (show(run, "--sample", name, "--kept", *more) for more in ((), ("--whole",)))
+    line, all_of_it = (text[text.index("streaming_llm at 8:") :].splitlines()[1] for text in (short, whole))
+    assert ", and 1 more: --whole prints them" in line
+    assert " ... " in line
+    assert "more" not in all_of_it
+    assert " ... " not in all_of_it
 
 
 def test_an_unknown_sample_names_those_there_are(run: Path) -> None:

@@ -16,7 +16,8 @@ from kvbench.contract.model_description import ModelDescription
 from kvbench.contract.policy import TrainedFor
 from kvbench.contract.registry import POLICIES
 from kvbench.errors import BadInput
-from kvbench.policies.q_filters.command import QFiltersRecipe, direction, mean_cost, rows_of
+from kvbench.learn.validation import boundary_cost
+from kvbench.policies.q_filters.command import QFiltersRecipe, direction, rows_of
 from kvbench.policies.q_filters.policy import FILTERS
 from tests.kvp import make
 from tests.parity.test_kvpress import presses  # noqa: F401
@@ -87,7 +88,8 @@ def test_from_traces(tmp_path: Path) -> None:
         wanted = torch.randn(make.KV_HEADS, make.DIM, generator=torch.Generator().manual_seed(layer))
         assert (torch.cosine_similarity(made.tensors[FILTERS][layer], wanted, dim=-1) > 0.99).all()
     assert f"validation cost {made.card['validation_cost']:.3f}" in done.stdout
-    random = mean_cost(traces, [4, 5], torch.randn(make.LAYERS, make.KV_HEADS, make.DIM))
+    drawn = torch.randn(make.LAYERS, make.KV_HEADS, make.DIM)
+    random = boundary_cost(traces, [4, 5], lambda layer, keys, _: (keys @ drawn[layer][..., None])[..., 0])
     assert 1 <= made.card["validation_cost"] < random
 
 
