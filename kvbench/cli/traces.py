@@ -118,8 +118,8 @@ def train(
     model = TraceSet(traces).header["model"]
     fitting = "" if model == DEFAULT_MODEL else f" --model {shlex.quote(model)}"
     typer.echo(
-        f"next: kvbench run --policy {shlex.quote(f'{policy}:weights={out}')}{fitting} --task needle "
-        "--budgets 64,128 --limit 8"
+        f"next: kvbench run --policy {shlex.quote(f'{policy}:{trainer.option}={out}')}{fitting} "
+        "--task needle --budgets 64,128 --limit 8"
     )
 
 

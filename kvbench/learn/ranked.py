@@ -29,7 +29,7 @@ from ..engine.order import rank
 from ..engine.probe import read_probe
 from ..engine.score import validated_score
 from ..errors import BadInput, PluginError
-from ..model.open import LoadedModel, open_model
+from ..model.open import LoadedModel, OpenModel, open_model
 from ..study.plan import check_trained
 from .trace import Trace, TraceSet, utilities
 
@@ -75,12 +75,21 @@ class RecordedRanker:
         """Raises: KvbenchError for unknown names, bad pins, and policies that do not fit the traces."""
         parse_pins(pins)
         policies, left_out = policies_for(traces, specs)
-        lm = _reader(traces, policies)
+        return cls.of(traces, policies, pins, seed, tuple(left_out))
+
+    @classmethod
+    def of(
+        cls, traces: TraceSet, policies: list[Policy], pins: str = "none", seed: int = 0,
+        left_out: tuple[str, ...] = (),
+    ) -> RecordedRanker:  # fmt: skip
+        """With policies that fit the traces."""
+        needs_model = any(policy.needs & (FROM_PARTS | {Need.PROBE}) for policy in policies)
+        lm = open_recorder(traces, "cpu", traces.header["model_dtype"]).load() if needs_model else None
         for policy in policies:
             if lm is not None:
                 check_parts(lm, policy)
         bound = [bind_policy(_describe(traces), policy) for policy in policies]
-        return cls(traces, bound, pins, seed, lm, tuple(left_out))
+        return cls(traces, bound, pins, seed, lm, left_out)
 
     @property
     def specs(self) -> list[str]:
@@ -243,16 +252,14 @@ def boundary(trace: Trace) -> list[int]:
     return [max(1, trace.info.context)]
 
 
-def _reader(traces: TraceSet, policies: list[Policy]) -> LoadedModel | None:
-    """The model that recorded the traces, where a policy has tokens for it to read, or reads its parts."""
-    if not any(policy.needs & (FROM_PARTS | {Need.PROBE}) for policy in policies):
-        return None
-    opened = open_model(traces.header["model"], "cpu", traces.header["model_dtype"])
+def open_recorder(traces: TraceSet, device: str = "auto", dtype: str = "float32") -> OpenModel:
+    """The model that recorded the traces. Raises BadInput when it is another one now."""
+    opened = open_model(traces.header["model"], device, dtype)
     if opened.sha256 != traces.header["model_sha256"]:
         raise BadInput(
             f"{traces.folder} was recorded with another model under the name {opened.name}: record it again"
         )
-    return opened.load()
+    return opened
 
 
 def probe_trace(lm: LoadedModel, trace: Trace, n: int, policy: Policy) -> list[ProbeLayer]:

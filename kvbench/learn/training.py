@@ -31,12 +31,14 @@ class Trainer:
 
     recipes: named, complete settings; the first is the default. train: (recipe, traces folder, weights
     file, report) -> the card that is stored in the file. train_sharded: the same with an executor whose
-    workers train parts that do not depend on each other; None where there are no such parts.
+    workers train parts that do not depend on each other; None where there are no such parts. option: the
+    policy's parameter that names the file.
     """
 
     recipes: Mapping[str, Any]
     train: Callable[[Any, Path, Path, Report], dict[str, Any]]
     train_sharded: Callable[[Any, Path, Path, Report, Executor], dict[str, Any]] | None = None
+    option: str = "weights"
 
     def recipe(self, name: str | None, changes: Mapping[str, str]) -> Any:
         """A recipe with some settings changed, values as written on the command line.

@@ -1,36 +1,46 @@
-"""How good a trained score is: the eviction cost of its ranking on recorded traces.
+"""How good trained weights are: the eviction cost of their ranking on recorded traces.
 
-In: traces and a score of their keys and values. Out: one number.
+In: traces and a policy that holds the weights. Out: one number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
+from ..contract.calibration import Calibration, write_calibration
 from ..contract.eviction import eviction_cost
-from ..contract.pins import Pins
-from ..engine.order import rank
-from .ranked import boundary
-from .trace import TraceSet, utilities
+from ..contract.policy import Policy
+from ..contract.registry import spec_of
+from .ranked import RecordedRanker, boundary
+from .trace import TraceSet
 
 
-def boundary_cost(
-    traces: TraceSet, chosen: Iterable[int], score: Callable[[int, Tensor, Tensor], Tensor]
-) -> float:
-    """Mean eviction cost where the question begins, nothing pinned, over traces, layers and KV heads.
-
-    score: (layer, keys, values) -> (kv_head, slot); keys and values (kv_head, slot, dim) float32.
-    """
+def boundary_cost(traces: TraceSet, chosen: Iterable[int], policy: Policy) -> float:
+    """Mean eviction cost where the question begins, nothing pinned, over traces, layers and KV heads."""
+    ranker = RecordedRanker.of(traces, [policy])
     costs = []
     for index in chosen:
-        (n,) = boundary(trace := traces[index])
-        for layer in range(traces.layers):
-            q, k, v = (part.float() for part in trace.layer(layer))
-            (utility,) = utilities(q, k, trace.info.scaling, [n])
-            positions = torch.arange(n).expand(1, len(k), -1)
-            order = rank(score(layer, k[:, :n], v[:, :n])[None], positions, Pins(), n)[0]
-            costs.append(eviction_cost(order, utility).mean())
+        (found,) = ranker.rank(traces[index], boundary(traces[index]))
+        costs.append(eviction_cost(found.orders[spec_of(policy)], found.utility).mean())
     return torch.stack(costs).mean().item()
+
+
+def finish_calibration(
+    out: Path, made: Calibration, traces: TraceSet, measuring: Iterable[int], policy: Policy, started: float
+) -> dict[str, Any]:
+    """Write what was measured, see how it ranks held-out traces, and write that into its card, too.
+
+    policy: one that reads `out`. started: when the work began, by `time.perf_counter`. Returns the card.
+    """
+    write_calibration(out, made)
+    cost = boundary_cost(traces, measuring, policy)
+    seconds = round(time.perf_counter() - started, 1)
+    card = {**made.card, "validation_cost": cost, "seconds": seconds}
+    write_calibration(out, replace(made, card=card))
+    return card

@@ -15,8 +15,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from kvbench.contract.attention_sums import attention_rows
 from kvbench.errors import BadInput, UnsupportedModel
+from kvbench.learn.ranked import open_recorder
 from kvbench.learn.trace import Trace, TraceSet
-from kvbench.model.open import LoadedModel, open_model
+from kvbench.model.open import LoadedModel
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,7 @@ def model_of(traces: TraceSet) -> LoadedModel:
 
     Raises BadInput when it is another one now, or when traces lack layers (sliding windows).
     """
-    opened = open_model(traces.header["model"], dtype="float32")
-    if opened.sha256 != traces.header["model_sha256"]:
-        raise BadInput(f"{traces.folder} was recorded with another model under the name {opened.name}")
+    opened = open_recorder(traces)
     if traces.layers < opened.geometry.layers:
         raise BadInput(
             f"{opened.name} has layers with a sliding window, which traces lack; soft tokens read them all"

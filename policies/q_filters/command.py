@@ -10,15 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvbench.contract.calibration import Calibration, write_calibration
+from kvbench.contract.calibration import Calibration
 from kvbench.contract.policy import TrainedFor
 from kvbench.errors import BadInput
 from kvbench.learn.trace import TraceSet
 from kvbench.learn.training import Report, Trainer, card_of, held_out
-from kvbench.learn.validation import boundary_cost
+from kvbench.learn.validation import finish_calibration
 from kvbench.store.results import check_writable
 
-from .policy import FILTERS
+from .policy import FILTERS, QFilters
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,11 @@ def train_file(recipe: QFiltersRecipe, folder: Path, out: Path, report: Report) 
         [direction(rows_of(traces, learned, layer, recipe)) for layer in range(traces.layers)]
     )
     filters = filters.unflatten(1, (traces.kv_heads, -1)).mean(2)  # (layer, kv_head, dim)
-    cost = boundary_cost(traces, measuring, lambda layer, keys, values: _project(keys, filters[layer]))
-    card = card_of("q_filters", recipe, RECIPES["cpu"], traces) | {
-        "validation_cost": cost,
-        "seconds": round(time.perf_counter() - started, 1),
-    }
     fits = TrainedFor(traces.layers, traces.kv_heads, traces.dim, traces.header["model_sha256"])
-    write_calibration(out, Calibration({FILTERS: filters}, fits, card, traces.seen_text))
-    return card
+    made = Calibration(
+        {FILTERS: filters}, fits, card_of("q_filters", recipe, RECIPES["cpu"], traces), traces.seen_text
+    )
+    return finish_calibration(out, made, traces, measuring, QFilters(weights=str(out)), started)
 
 
 def rows_of(traces: TraceSet, chosen: list[int], layer: int, recipe: QFiltersRecipe) -> Tensor:
@@ -79,11 +76,6 @@ def direction(queries: Tensor) -> Tensor:
     along = (queries @ vector[..., None])[..., 0]
     sign = torch.where((along > 0).float().mean(-1, keepdim=True) > 0.5, 1.0, -1.0)
     return vector * sign
-
-
-def _project(keys: Tensor, filters: Tensor) -> Tensor:
-    """Keys (kv_head, slot, dim) on their head's filter: (kv_head, slot)."""
-    return (keys @ filters[..., None])[..., 0]
 
 
 TRAINER = Trainer(recipes=RECIPES, train=train_file)

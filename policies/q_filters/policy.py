@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 
 import torch
 
+from kvbench.contract.calibrated import Calibrated
 from kvbench.contract.calibration import Calibration, load_calibration
 from kvbench.contract.model_description import ModelDescription
 from kvbench.contract.need import Need
 from kvbench.contract.observation import Observation
-from kvbench.contract.policy import Policy, TrainedFor, param
+from kvbench.contract.policy import param
 from kvbench.contract.registry import register
-from kvbench.contract.seen_text import SeenText
 from kvbench.contract.weights import find_weights
 
 WEIGHTS = Path(__file__).parent / "weights"
@@ -23,7 +23,7 @@ FILTERS = "filters"
 
 @register("q_filters", source="arXiv:2503.02812")
 @dataclass(frozen=True)
-class QFilters(Policy):
+class QFilters(Calibrated):
     """Ranks tokens by the projection of their key on one direction for each KV head, measured in advance.
 
     f_g = mean over the group of e v_1, the first right singular vector of the head's queries after RoPE, with
@@ -53,22 +53,6 @@ class QFilters(Policy):
     @property
     def calibration(self) -> Calibration:
         return load_calibration(find_weights("q_filters", WEIGHTS, self.weights), "q_filters", {FILTERS})
-
-    @property
-    def trained_for(self) -> TrainedFor:
-        return self.calibration.trained_for
-
-    @property
-    def identity(self) -> str:
-        return self.calibration.identity
-
-    @property
-    def seen_text(self) -> SeenText | None:
-        return self.calibration.seen
-
-    @property
-    def card(self) -> dict[str, Any]:
-        return dict(self.calibration.card)
 
     def bind(self, model: ModelDescription) -> QFilters:
         """With every layer's filters, (kv_head, dim, 1), on the device of that layer."""

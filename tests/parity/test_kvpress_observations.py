@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 from unittest.mock import patch
@@ -15,10 +17,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from kvbench.contract.calibration import Calibration, write_calibration
 from kvbench.contract.layer_parts import LayerParts
+from kvbench.contract.model_description import ModelDescription
 from kvbench.contract.observation import Observation
+from kvbench.contract.policy import TrainedFor
 from kvbench.contract.registry import POLICIES
 from kvbench.engine.order import keep, rank
+from kvbench.policies.expected_attention.policy import MOMENTS
 from kvbench.policies.leverage import gaussian
 from tests.parity.test_kvpress import Recorded, presses  # noqa: F401
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_loaded, tiny_model, tiny_tokenizer
@@ -74,9 +80,11 @@ def same(
     press: Any,
     sketched: Callable[[int], Any] = lambda layer: nullcontext(),
     budgets: tuple[int, ...] = BUDGETS,
+    model: ModelDescription | None = None,
 ) -> None:
     """The same slots in every layer, KV head and budget; and not the newest ones."""
     policy = POLICIES.parse(spec)
+    policy = policy if model is None else policy.bind(model)
     newest = 0
     with torch.inference_mode():
         for one in layers:
@@ -198,3 +206,37 @@ def test_non_causal_attention(layers: list[Recorded], presses: Any) -> None:  # 
     press = presses.NonCausalAttnPress(chunk_size=131)
     assert TOKENS % 131 == 0
     same(layers, "non_causal_attention:tile=131", press)
+
+
+def test_expected_attention_with_statistics(
+    layers: list[Recorded],
+    presses: Any,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """The same stored moments; kvpress divides its covariance by one query less, which is no matter here."""
+    heads = layers[0].seen._queries.shape[1]
+    draw = torch.Generator().manual_seed(3)
+    mean = torch.randn(LAYERS, heads, HEAD_DIM, generator=draw)
+    root = torch.randn(LAYERS, heads, HEAD_DIM, HEAD_DIM, generator=draw) / HEAD_DIM**0.5
+    covariance = root @ root.transpose(-1, -2)
+    moments = torch.cat([mean[:, :, None], covariance], 2)
+    fits = TrainedFor(LAYERS, KV_HEADS, HEAD_DIM, "5e")
+    path = tmp_path / "stats.safetensors"
+    write_calibration(path, Calibration({MOMENTS: moments}, fits, {"policy": "expected_attention"}))
+    press = presses.ExpectedAttentionStatsPress()
+    press.mu, press.cov = mean, covariance
+    cpu = torch.device("cpu")
+    model = ModelDescription(
+        "tiny",
+        LAYERS,
+        tuple(range(LAYERS)),
+        heads,
+        KV_HEADS,
+        HEAD_DIM,
+        None,
+        (cpu,) * LAYERS,
+        cpu,
+        torch.float32,
+    )
+    placed = [replace(one, seen=replace(one.seen, full_index=one.seen.layer)) for one in layers]
+    same(placed, f"expected_attention:stats={path}", press, model=model)

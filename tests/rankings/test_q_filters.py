@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from kvbench.contract.registry import POLICIES
 from kvbench.errors import BadInput
 from kvbench.learn.validation import boundary_cost
 from kvbench.policies.q_filters.command import QFiltersRecipe, direction, rows_of
-from kvbench.policies.q_filters.policy import FILTERS
+from kvbench.policies.q_filters.policy import FILTERS, QFilters
 from tests.kvp import make
 from tests.parity.test_kvpress import presses  # noqa: F401
 from tests.scene import DIM, KV_HEADS, scene
@@ -89,7 +90,8 @@ def test_from_traces(tmp_path: Path) -> None:
         assert (torch.cosine_similarity(made.tensors[FILTERS][layer], wanted, dim=-1) > 0.99).all()
     assert f"validation cost {made.card['validation_cost']:.3f}" in done.stdout
     drawn = torch.randn(make.LAYERS, make.KV_HEADS, make.DIM)
-    random = boundary_cost(traces, [4, 5], lambda layer, keys, _: (keys @ drawn[layer][..., None])[..., 0])
+    write_calibration(tmp_path / "r.safetensors", replace(made, tensors={FILTERS: drawn}))
+    random = boundary_cost(traces, [4, 5], QFilters(weights=str(tmp_path / "r.safetensors")))
     assert 1 <= made.card["validation_cost"] < random
 
 

@@ -1,0 +1,1 @@
+"""Expected Attention: the policy, and query statistics that `kvbench train` measures and stores."""
