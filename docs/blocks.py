@@ -249,7 +249,7 @@ def methods(parts: Sequence[str], options: dict[str, str]) -> list[str]:
         differs = text.partition("Differs: ")[2].partition(". ")[0].rstrip(".") or "-"
         reads = ", ".join(sorted(need.value for need in policy.needs)) or "positions"
         kind = "wrapper" if isinstance(policy, Wrapper) else "ranking"
-        training = "yes" if policy.trainer else "no"
+        training = "yes" if policy.trained_for else "on request" if policy.trainer else "no"
         facts = [f"`{name}`", claim, policy.source, kind, reads, training, policy.exactness, policy.parity]
         body.append([*facts, differs.replace("|", "/")])
     header = ["name", "what it does", "source", "kind", "reads", "trained", "exactness", "parity", "differs"]
