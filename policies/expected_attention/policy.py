@@ -46,6 +46,8 @@ class ExpectedAttention(Calibrated):
 
     ranking = "the sinks, then by descending expected attention times value norm"
     repeated = "kept and new tokens are ranked for the positions after the newest chunk, by its queries"
+    exactness = "official code"
+    parity = "kvpress"
     color = "#8C564B"
     trainer = "kvbench.policies.expected_attention.command:TRAINER"
 
