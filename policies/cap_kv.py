@@ -34,6 +34,8 @@ class CapKV(Policy):
     needs = frozenset({Need.KEYS, Need.VALUES, Need.QUERY_MOMENTS, Need.ROTARY})
     ranking = "the sinks, then by descending weighted leverage of values"
     repeated = "kept and new tokens are ranked for the positions after the newest chunk, by its queries"
+    exactness = "official code"
+    parity = "kvpress"
     color = "#17BECF"
 
     tau: float = param(5.0, "kvpress")

@@ -36,6 +36,8 @@ class Compactor(Policy):
     needs = frozenset({Need.KEYS, Need.VALUES, Need.UNROTATED_KEYS, Need.WINDOW_QUERIES})
     ranking = "the pins, then by descending sum of both parts"
     repeated = "kept tokens are attended by the first tile of the newest chunk"
+    exactness = "official code"
+    parity = "kvpress"
     color = "#E377C2"
 
     first: int = param(8, "kvpress")

@@ -34,6 +34,8 @@ class CriticalKV(Wrapper):
     own = frozenset({Need.OUTPUT_WEIGHTS})
     ranking = "by the smallest kept set that holds a token; the base's pins lead"
     repeated = "kept and new tokens are ranked again, by the base's new score"
+    exactness = "official code"
+    parity = "kvpress"
     color = "#BCBD22"
 
     share: float = param(0.5, "kvpress and the paper")

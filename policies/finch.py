@@ -31,6 +31,8 @@ class Finch(Policy):
     needs = frozenset({Need.WINDOW_QUERIES, Need.QUESTION})
     ranking = "the question, then by descending attention of the question"
     repeated = "not defined: the question comes with the last chunk"
+    exactness = "official code"
+    parity = "kvpress"
     color = "#DBA13A"
 
     normalize: bool = param(True, "kvpress: rows times the number of slots that they see")

@@ -33,6 +33,7 @@ class Jacap(Policy):
     needs = frozenset({Need.KEYS, Need.VALUES, Need.WINDOW_QUERIES, Need.OUTPUT_WEIGHTS})
     ranking = "by descending weighted leverage of W_O v"
     repeated = "kept and new tokens are ranked again, by the queries of the newest chunk"
+    exactness = "paper"
     color = "#9467BD"
 
     tau: float = param(1.0, "ours; the paper's value is unknown")

@@ -31,6 +31,8 @@ class Leverage(Policy):
     needs = frozenset({Need.UNROTATED_KEYS})
     ranking = "by descending leverage"
     repeated = "kept and new tokens are ranked again, by their leverage among each other"
+    exactness = "official code"
+    parity = "kvpress"
     color = "#1F77B4"
 
     sketch: int = param(48, "kvpress")

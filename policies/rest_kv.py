@@ -34,6 +34,7 @@ class RestKV(Policy):
     needs = frozenset({Need.VALUES, Need.WINDOW_QUERIES, Need.OUTPUT_WEIGHTS})
     ranking = "the window, then by descending change of the output"
     repeated = "kept and new tokens are ranked by the last queries of the newest chunk"
+    exactness = "official code"
     color = "#2CA02C"
 
     window: int = param(32, "official scripts")
