@@ -17,6 +17,7 @@ from kvbench.contract.need import Need
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES, parameters
+from kvbench.contract.wrapper import Wrapper
 from kvbench.engine.order import keep, rank
 from kvbench.errors import BadInput, PluginError
 from tests.scene import KV_HEADS, ranked, scene
@@ -81,6 +82,11 @@ def test_described(policy: Policy) -> None:
     assert all(word in (cls.__doc__ or "") for word in ("Shapes", "Source"))
     assert cls.bracket in (None, "lower", "upper")
     assert all(parameter.source for parameter in parameters(cls)), "write param(default, source)"
+    assert cls.exactness in ("official code", "paper", "abstract", "notes", "ours")
+    if POLICIES.target(policy.name).startswith("kvbench.policies."):
+        assert any("exactness" in vars(base) for base in cls.__mro__ if base not in (Policy, Wrapper))
+        inspired = "inspired by" in (cls.__doc__ or "")
+        assert cls.exactness != "abstract" or inspired or policy.name == "judgeq"  # its source says so
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.anything = 1  # type: ignore[attr-defined]
 
