@@ -15,6 +15,10 @@ if sys.platform == "win32":
 if TYPE_CHECKING:
     from .contract.attention_sums import attention_rows as attention_rows
     from .contract.attention_sums import streamed_sums as streamed_sums
+    from .contract.calibrated import Calibrated as Calibrated
+    from .contract.calibration import Calibration as Calibration
+    from .contract.calibration import load_calibration as load_calibration
+    from .contract.calibration import write_calibration as write_calibration
     from .contract.identity import fingerprint as fingerprint
     from .contract.metrics import Metric as Metric
     from .contract.metrics import add_metric as add_metric
@@ -29,6 +33,9 @@ if TYPE_CHECKING:
     from .contract.quadratic import weighted_gram as weighted_gram
     from .contract.registry import register as register
     from .contract.registry import register_task as register_task
+    from .contract.second_pass import ContextText as ContextText
+    from .contract.second_pass import Reading as Reading
+    from .contract.second_pass import SecondPass as SecondPass
     from .contract.task import Answer as Answer
     from .contract.task import Sample as Sample
     from .contract.task import Samples as Samples
@@ -48,6 +55,8 @@ __version__ = "0.1.0"
 
 HOMES = {
     "contract.attention_sums": ("attention_rows", "streamed_sums"),
+    "contract.calibrated": ("Calibrated",),
+    "contract.calibration": ("Calibration", "load_calibration", "write_calibration"),
     "contract.identity": ("fingerprint",),
     "contract.metrics": ("Metric", "add_metric"),
     "contract.model_description": ("ModelDescription",),
@@ -57,6 +66,7 @@ HOMES = {
     "contract.policy": ("Policy", "TrainedFor", "param"),
     "contract.quadratic": ("quadratic", "weighted_gram"),
     "contract.registry": ("register", "register_task"),
+    "contract.second_pass": ("ContextText", "Reading", "SecondPass"),
     "contract.task": ("Answer", "Sample", "Samples", "Setting", "Task"),
     "contract.wrapper": ("Wrapper",),
     "errors": ("BadInput", "KvbenchError", "PluginError", "UnknownName", "UnsupportedModel"),
