@@ -240,3 +240,50 @@ def test_expected_attention_with_statistics(
     )
     placed = [replace(one, seen=replace(one.seen, full_index=one.seen.layer)) for one in layers]
     same(placed, f"expected_attention:stats={path}", press, model=model)
+
+
+def test_cur(layers: list[Recorded], presses: Any) -> None:  # noqa: F811
+    same(layers, "cur", presses.CURPress())
+
+
+def test_observed_attention(layers: list[Recorded], presses: Any) -> None:  # noqa: F811
+    same(layers, "observed_attention", _WithAttention(presses.ObservedAttentionPress()))
+
+
+class _WithAttention:
+    """A press that is given the attention matrix of the layer, as eager attention has it."""
+
+    def __init__(self, press: Any) -> None:
+        self._press = press
+
+    def score(self, module: Any, hidden: Any, keys: Any, values: Any, attention: Any, extra: Any) -> Any:
+        from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+
+        queries = module.q_proj(hidden).unflatten(-1, (-1, HEAD_DIM))
+        queries = module.q_norm(queries) if hasattr(module, "q_norm") else queries
+        turned, _ = apply_rotary_pos_emb(queries.transpose(1, 2), keys, *extra["position_embeddings"])
+        logits = turned @ keys.repeat_interleave(turned.shape[1] // KV_HEADS, 1).mT * module.scaling
+        later = torch.ones(TOKENS, TOKENS, dtype=torch.bool).triu(1)
+        full = logits.masked_fill(later, -torch.inf).softmax(-1)
+        return self._press.score(module, hidden, keys, values, full, extra)
+
+
+@pytest.mark.parametrize(
+    ("name", "press"), [("chunk_kv", "ChunkKVPress"), ("entropy_chunk_kv", "EntropyGatedChunkKVPress")]
+)
+def test_chunks(layers: list[Recorded], presses: Any, name: str, press: str) -> None:  # noqa: F811
+    """Whole chunks of 20, as kvpress keeps; KeyDiff, because keys have one norm after QK-norm."""
+    policy, tokens = POLICIES.parse(f"{name}:base=keydiff"), 520
+    for one in layers:
+        keys, values, positions = (
+            part[:, :, :tokens] for part in (one.seen.keys, one.seen.values, one.seen.positions)
+        )
+        seen = replace(one.seen, keys=keys, values=values, positions=positions, new=tokens, seen=tokens)
+        with torch.inference_mode():
+            order = rank(policy.score(seen.limited_to(policy.needs)), positions, policy.pins, tokens)
+            for budget in (60, 140, 320):
+                made = getattr(presses, press)(presses.KeyDiffPress())
+                made.compression_ratio = 1 - (budget + 0.5) / tokens
+                theirs, _ = made.compress(one.module, one.hidden, keys, values, None, {})
+                kept = keep(order, budget)[..., None].expand(-1, -1, -1, HEAD_DIM)
+                assert torch.equal(keys.gather(2, kept).sort(2).values, theirs.sort(2).values)
