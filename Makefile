@@ -58,11 +58,11 @@ lint: $(VENV)/ready-to-test
 	$(BIN)/lint-imports
 
 unit: $(VENV)/ready-to-test
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 # The half of the tests that takes 90 s on two free cores: tests/slow.py says what it leaves out.
 fast: $(VENV)/ready-to-test
-	$(BIN)/pytest -n 2 --dist loadfile -m "not slow"
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 # Breaks the code on purpose, law by law, and sees whether a test notices; ONLY=drafts takes a part of them.
 mutants: $(VENV)/ready-to-test
@@ -89,7 +89,7 @@ NEWEST := .venv-newest
 FREE := transformers|tokenizers|huggingface[-_]hub|hf[-_]xet
 
 newest: $(NEWEST)/ready
-	$(NEWEST)/bin/pytest -n 2 --dist loadfile tests/laws tests/tasks/test_models.py
+	$(NEWEST)/bin/pytest -n 2 --dist loadfile --no-loadscope-reorder tests/laws tests/tasks/test_models.py
 
 $(NEWEST)/ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(NEWEST)
@@ -101,7 +101,7 @@ $(NEWEST)/ready: pyproject.toml constraints.txt
 
 # Lines and branches of kvbench/ that the tests reach, those of other processes not counted.
 coverage: $(VENV)/ready-to-test
-	$(BIN)/pytest -n 2 --dist loadfile --cov=kvbench --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=90
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder --cov=kvbench --cov-branch --cov-report=term-missing:skip-covered --cov-fail-under=90
 
 # 50 kills at random moments; every row must be there once and unchanged.
 soak: $(VENV)/ready-to-test

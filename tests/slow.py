@@ -44,6 +44,8 @@ SLOW = (
     "tests/laws/test_verify.py",
     "tests/mutants/test_mutants.py::test_the_verdict",
     "tests/parity/test_kvpress.py",
+    "tests/parity/test_kvpress_observations.py",
+    "tests/parity/test_kvpress_second_pass.py",
     "tests/report",
     "tests/scale",
     "tests/store/test_compare.py",

@@ -32,6 +32,8 @@ from tests.tiny import KV_HEADS, LAYERS, tiny_loaded, tiny_model
 
 # One registered policy of each kind, and two whose defaults are larger than these prompts.
 SPECS = (*representatives(), "snapkv:window=8,kernel=3", "lagkv:sinks=2,lag=8")
+# For laws of kept sets and answers, whoever ranked: a sort, one with a window, a draw, and one ranked late.
+SOME = ("streaming_llm", "snapkv:window=8,kernel=3", "random", "oracle")
 SCHEDULES = ("prefill", "chunked")
 N, CHUNK, BUDGETS = 70, 24, (8, 33)  # chunks of 24, 24, 22; budgets on both sides of a chunk
 FOREVER = 1 << 40

@@ -15,6 +15,7 @@ from kvbench.model.prompt import Continuation, Prompt
 from tests.laws.lab import (
     CHUNK,
     SCHEDULES,
+    SOME,
     SPECS,
     N,
     Trial,
@@ -67,7 +68,7 @@ def test_positions_count_the_whole_context(schedule: str, spec: str) -> None:
 def test_tiny_contexts(arch: str, schedule: str, choices: bool, n: int) -> None:
     """B23: all policies, budgets on both sides; where everything is kept, it is the full cache."""
     prompt = prompt_of(n, seed=n, choices=choices)
-    done = try_out(loaded(arch), prompt, cells_of(SPECS, (1, 2, 500), schedule))
+    done = try_out(loaded(arch), prompt, cells_of(SOME, (1, 2, 500), schedule))
     for cell in done.cells:
         assert done[cell].kept == min(cell.budget or 0, n)
         if (cell.budget or 0) >= n:
@@ -82,7 +83,7 @@ def test_tiny_contexts(arch: str, schedule: str, choices: bool, n: int) -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_question_longer_than_the_context(schedule: str) -> None:
     prompt = prompt_of(10, question=60)
-    done = try_out(loaded("llama"), prompt, cells_of(SPECS, (4, 10), schedule, 4))
+    done = try_out(loaded("llama"), prompt, cells_of(SOME, (4, 10), schedule, 4))
     assert {done[cell].kept for cell in done.cells if cell.budget == 4} == {4}
     for cell in (cell for cell in done.cells if cell.budget == 10):
         assert done[cell].outcome.nll == pytest.approx(done.done.full.outcome.nll, abs=1e-5)
@@ -126,7 +127,7 @@ def written(done: Trial) -> Tensor:
 @pytest.mark.parametrize("arch", DISTINCT)
 def test_rows_that_end_do_not_change_the_others(arch: str, schedule: str, draft: bool) -> None:
     """Every row stops at its own EOS and says what it says when nobody stops."""
-    prompt, cells = prompt_of(), cells_of(SPECS, (8, 33), schedule)
+    prompt, cells = prompt_of(), cells_of(SOME, (8, 33), schedule)
     endless = dataclasses.replace(loaded(arch), eos_ids=frozenset())
     free = try_out(endless, prompt, cells, sample_of(prompt, new=15), draft=False)
     ids = written(free)  # all but the fifteenth token
@@ -148,7 +149,7 @@ def test_rows_that_end_do_not_change_the_others(arch: str, schedule: str, draft:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_stop_strings(schedule: str) -> None:
     """The answer ends before the first stop string, and rows that met one leave."""
-    prompt, cells = prompt_of(), cells_of(SPECS, (8, 33), schedule)
+    prompt, cells = prompt_of(), cells_of(SOME, (8, 33), schedule)
     lm = dataclasses.replace(loaded("llama"), eos_ids=frozenset())
     free = try_out(lm, prompt, cells, sample_of(prompt, new=20))
     texts = {cell: free[cell].outcome.answer.text for cell in cells}

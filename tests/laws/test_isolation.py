@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +22,9 @@ from tests.laws.lab import (
     BUDGETS,
     CHUNK,
     SCHEDULES,
-    SPECS,
+    SOME,
     N,
+    Trial,
     cells_of,
     loaded,
     prompt_of,
@@ -112,13 +114,17 @@ def faulty_cells(schedule: str, fault: str, after: int = 0) -> list[Cell]:
     return [Cell(Faulty(fault, after), budget, Pins(), schedule_of(schedule)) for budget in BUDGETS]
 
 
+@functools.cache
+def alone(schedule: str) -> Trial:
+    return try_out(loaded("llama"), prompt_of(), cells_of(SOME, BUDGETS, schedule))
+
+
 @pytest.mark.usefixtures("toys")
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_failing_policy_is_named_and_alone(schedule: str, fault: str) -> None:
-    bad = faulty_cells(schedule, fault)
-    clean = trial("llama", schedule)
-    done = try_out(loaded("llama"), prompt_of(), [*bad, *cells_of(SPECS, BUDGETS, schedule)])
+    bad, clean = faulty_cells(schedule, fault), alone(schedule)
+    done = try_out(loaded("llama"), prompt_of(), [*bad, *clean.cells])
     for cell in bad:
         failure = done.done.cells[cell]
         assert isinstance(failure, Failure)
@@ -135,8 +141,8 @@ def test_a_failing_policy_is_named_and_alone(schedule: str, fault: str) -> None:
 def test_failing_after_some_chunks() -> None:
     """Rows that leave in the middle of the context leave the others as they are."""
     bad = faulty_cells("chunked", "raise", CHUNK)
-    clean = trial("llama", "chunked")
-    done = try_out(loaded("llama"), prompt_of(), [*bad, *cells_of(SPECS, BUDGETS, "chunked")])
+    clean = alone("chunked")
+    done = try_out(loaded("llama"), prompt_of(), [*bad, *clean.cells])
     assert all(isinstance(done.done.cells[cell], Failure) for cell in bad)
     for cell in clean.cells:
         assert done[cell].outcome.nll == pytest.approx(clean[cell].outcome.nll, abs=1e-5)

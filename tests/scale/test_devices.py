@@ -60,7 +60,7 @@ def test_a_split_model_gives_the_same_numbers(
 ) -> None:
     """Two layers on one device, two on another: every policy, the whole engine."""
     specs = SPECS if arch == "sliding" else (*SPECS, kvp)  # those weights are for four full layers
-    cells = cells_of(specs, (8, 33), schedule)
+    cells = cells_of(specs, (33,), schedule)
     one = try_out(tiny_loaded(arch), prompt_of(), cells)
     original, places = Cache._gathered, []
 
