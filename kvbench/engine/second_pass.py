@@ -22,6 +22,7 @@ from ..contract.second_pass import Reading, SecondPass
 from ..errors import KvbenchError, PluginError, place_of
 from ..model.lm import LoadedModel
 from ..model.memory import synchronise
+from . import attention
 from .attention import Layer
 from .bind import BoundPolicies, check_room, reason
 from .cache import Cache
@@ -124,12 +125,14 @@ def _read(
 ) -> None:
     """Read one text and forget it; every watch of it is charged the reading and its own reductions."""
     hidden: dict[int, Tensor] = {}
+    held = {bucket.rows.start: list(bucket.filled) for bucket in cache.buckets}  # slots of the context
     laps: list[tuple[_Watch, Lap]] = []
 
     def observer(layer: Layer) -> None:
         for watch, reading in users:
             lap = Lap(layer.queries.device)
-            watch.look(layer, reading, hidden.get(layer.index))
+            slots = held[layer.bucket.rows.start][layer.index]
+            watch.look(layer, reading, slots, hidden.get(layer.index))
             lap.end()
             laps.append((watch, lap))
 
@@ -137,7 +140,7 @@ def _read(
     needs_hidden = any(watch.asked.by_input_norm for watch, _ in users)
     with recorded_hidden(lm, hidden) if needs_hidden else nullcontext():
         tokens = lm.model.get_input_embeddings()(torch.tensor(ids, device=lm.device))
-        read_probe(lm, cache, tokens, start, observer)
+        read_probe(lm, cache, tokens, start, observer, attention.BLOCK)
     synchronise(lm.description.devices)
     seconds = time.perf_counter() - started - sum(lap.seconds for _, lap in laps)
     for watch in {id(watch): watch for watch, _ in users}.values():
@@ -159,7 +162,8 @@ class _Watch:
         self._layers = frozenset(lm.geometry.full_layers)
         self._seen = seen
 
-    def look(self, layer: Layer, reading: Reading, hidden: Tensor | None) -> None:
+    def look(self, layer: Layer, reading: Reading, slots: int, hidden: Tensor | None) -> None:
+        """slots: of the context, which the text follows."""
         if layer.index not in self._layers:
             return
         self.scalings[layer.index] = layer.scaling
@@ -169,25 +173,29 @@ class _Watch:
             assert hidden is not None
             mine = hidden[layer.bucket.rows.start : layer.bucket.rows.stop]
             weights = 1 / mine.float().norm(dim=-1).clamp_min(1e-30)
-        found = _attention_to(layer, reading, self._seen, self.asked.reduce, weights)
+        plain = slots == self._seen
+        found = _attention_to(layer, reading, slots, plain, self.asked.reduce, weights)
         known = self.found.get(place)
         if known is not None:
             found = torch.maximum(known, found) if self.asked.reduce == "max" else known + found
         self.found[place] = found
 
 
-def _attention_to(layer: Layer, reading: Reading, seen: int, reduce: str, weights: Tensor | None) -> Tensor:
+def _attention_to(
+    layer: Layer, reading: Reading, slots: int, plain: bool, reduce: str, weights: Tensor | None
+) -> Tensor:
     """Attention of the newest tokens to the slots that a reading asks for: (row, query_head, slot) float32.
 
-    Reduced over the tokens in blocks. weights: (row, new), factors on their attention. Where nothing was
-    evicted slots are positions, and the others take no part at all; else they are masked.
+    Reduced over the tokens in blocks. slots: of the context, before all of the text. plain: nothing of it was
+    evicted; slots are positions then, and those not asked for take no part at all. Else they are masked.
+    weights: (row, new), factors on the tokens' attention.
     """
     keys, _, positions = layer.bucket.view(layer.index)
     batch, heads, new = layer.queries.shape[:3]
-    slots = keys.shape[2] - new
+    read = keys.shape[2] - slots - new  # tokens of the text before these
     sinks = min(reading.sinks, reading.start)
     absent = None
-    if slots == seen:
+    if plain:
         columns = torch.tensor([*range(sinks), *range(reading.start, reading.stop)], device=keys.device)
         shown = torch.cat(
             [keys[:, :, :sinks], keys[:, :, reading.start : reading.stop], keys[:, :, slots:]], 2
@@ -196,14 +204,13 @@ def _attention_to(layer: Layer, reading: Reading, seen: int, reduce: str, weight
         columns, shown = torch.arange(slots, device=keys.device), keys
         older = positions[:, :, :slots]
         inside = (older < sinks) | ((older >= reading.start) & (older < reading.stop))
-        absent = torch.nn.functional.pad(~inside, (0, new))
+        absent = torch.nn.functional.pad(~inside, (0, read + new))
     total: Tensor | None = None
     block = max(16, BLOCK // batch)
     for start in range(0, new, block):
         queries = layer.queries[:, :, start : start + block]
-        rows = attention_rows(queries, shown, layer.scaling, len(columns) + start, absent)[
-            ..., : len(columns)
-        ]
+        first = len(columns) + read + start
+        rows = attention_rows(queries, shown, layer.scaling, first, absent)[..., : len(columns)]
         if weights is not None:
             rows = rows * weights[:, None, start : start + block, None]
         part = rows.amax(2) if reduce == "max" else rows.sum(2)

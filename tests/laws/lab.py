@@ -20,11 +20,13 @@ from transformers import AttentionInterface
 from kvbench.contract.cell import PREFILL, Cell, Ranker, Schedule
 from kvbench.contract.pins import Pins
 from kvbench.contract.registry import POLICIES
+from kvbench.contract.second_pass import ContextText
 from kvbench.contract.task import Sample
 from kvbench.engine import compress as loop
 from kvbench.engine.cache import Cache
 from kvbench.engine.evaluate import evaluate
 from kvbench.engine.measure import Failure, Measurement, SampleResult
+from kvbench.model.context_text import context_text
 from kvbench.model.open import LoadedModel
 from kvbench.model.prompt import Continuation, Prompt
 from tests.laws.kinds import representatives
@@ -57,6 +59,11 @@ def words(count: int, seed: int) -> tuple[int, ...]:
     """Random ids without the special ones."""
     draw = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(4, 250, (count,), generator=draw).tolist())
+
+
+def text_of(lm: LoadedModel, ids: tuple[int, ...]) -> ContextText:
+    """Ids as policies with a second pass see them, without a template."""
+    return context_text(lm.tokenizer, Prompt(ids, (), (), Continuation((5,), 1)))
 
 
 def prompt_of(

@@ -26,6 +26,7 @@ from tests.laws.lab import (
     prompt_of,
     ranker_of,
     schedule_of,
+    text_of,
     trial,
     try_out,
     words,
@@ -42,7 +43,9 @@ def in_chunks(n: int, chunk: int, cells: list[Cell]) -> list[dict[Cell, Position
     future = {layer: torch.rand(1, KV_HEADS, n, generator=draw) for layer in range(LAYERS)}
     with torch.inference_mode(), evictions() as (rounds, _):
         bound = bind_policies(lm, (cell.ranker.policy for cell in cells))
-        compress(bound, cells, ChunkReader(bound, torch.tensor(words(n, n)), chunk, 0, future), 0)
+        ids = words(n, n)
+        reader = ChunkReader(bound, torch.tensor(ids), chunk, 0, future, text=text_of(lm, ids))
+        compress(bound, cells, reader, 0)
     return rounds
 
 

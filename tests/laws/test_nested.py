@@ -32,6 +32,7 @@ from tests.laws.lab import (
     prompt_of,
     ranker_of,
     schedule_of,
+    text_of,
     try_out,
     words,
 )  # fmt: skip
@@ -48,7 +49,7 @@ def every_budget(arch: str, spec: str, pins: Pins | None = None) -> list[list[Te
     draw = torch.Generator().manual_seed(0)
     future = {layer: torch.rand(1, KV_HEADS, N, generator=draw) for layer in range(LAYERS)}
     bound = bind_policies(lm, [ranker.policy])
-    moment = Moment(N, N, 3, future)
+    moment = Moment(N, N, 3, future, text=text_of(lm, words(N, 0)))
     rankings, _ = read_and_rank(bound, cache, torch.tensor(words(N, 0)), [[ranker]], moment)
     cells = [cell_of(ranker, budget) for budget in range(1, N + 1)]
     compacted, rows = evict(lm, cache, cells, [0] * N, rankings, 0)

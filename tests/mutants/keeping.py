@@ -11,6 +11,7 @@ MEASURE, PASSES, PROBE = "kvbench/engine/measure.py", "kvbench/engine/passes.py"
 DRAWS, SEEN = "kvbench/contract/draws.py", "kvbench/contract/observation.py"
 SUMS, EVICTION = "kvbench/contract/attention_sums.py", "kvbench/contract/eviction.py"
 EVALUATE, FUTURE = "kvbench/engine/evaluate.py", "kvbench/engine/future.py"
+SECOND = "kvbench/engine/second_pass.py"
 GEOMETRY, CHECK = "kvbench/model/geometry.py", "kvbench/audit/check.py"
 
 MASKED = "laws/test_evicted_is_masked.py::test_reference_continuation"
@@ -82,8 +83,7 @@ MUTATIONS = [
     ),
     mutation(
         "4", "what a policy is shown depends on the number of cells", EVALUATE,
-        "read_and_rank(bound, cache, ids, [now], Moment(n, n, key, None, prompt.asked))",
-        "read_and_rank(bound, cache, ids, [now], Moment(n, n, key + len(cells), None, prompt.asked))",
+        "moment = Moment(n, n, key, None, ", "moment = Moment(n, n, key + len(cells), None, ",
         "laws/test_order.py::test_one_cell_or_all",
     ),
     mutation(
@@ -240,20 +240,39 @@ MUTATIONS = [
         "laws/test_probe.py::test_their_attention_is_the_plain_models",
     ),
     mutation(
-        "extra tokens", "after a chunk, their rankings go to other rows", PASSES,
-        "{(rows[row], ranker): replace(found, seconds=found.seconds + seconds)",
-        "{(rows[-1 - row], ranker): replace(found, seconds=found.seconds + seconds)",
+        "extra tokens", "after a chunk, their rankings go to other rows", RANKING,
+        "(rows[row], ranker): replace(one,", "(rows[-1 - row], ranker): replace(one,",
         "laws/test_probe.py::test_other_policies_do_not_notice",
     ),
     mutation(
-        "extra tokens", "reading them costs nothing", PASSES,
-        "replace(found, seconds=found.seconds + seconds)", "replace(found, seconds=found.seconds)",
+        "extra tokens", "reading them costs nothing", RANKING,
+        "seconds=one.seconds + seconds,", "seconds=one.seconds,",
         "laws/test_probe.py::test_equal_tokens_are_read_once",
     ),
     mutation(
         "extra tokens", "the peak leaves them out", COMPRESS,
-        "count_slots(lm, cache, row) + extra[cell])", "count_slots(lm, cache, row))",
+        "count_slots(lm, cache, row) + found.read_after)", "count_slots(lm, cache, row))",
         "laws/test_probe.py::test_chunks_read_them_again_after_kept_and_new_tokens",
+    ),
+    mutation(
+        "second pass", "slots are taken for positions after an eviction", SECOND,
+        "plain = slots == self._seen", "plain = True",
+        "rankings/test_second_pass.py::test_after_an_eviction",
+    ),
+    mutation(
+        "second pass", "a later block does not see the text before it", SECOND,
+        "first = len(columns) + read + start", "first = len(columns) + start",
+        "rankings/test_second_pass.py::test_blocks_change_nothing",
+    ),
+    mutation(
+        "second pass", "a text stays in the cache", "kvbench/engine/probe.py",
+        "    cache.rewind(mark)\n", "",
+        "rankings/test_second_pass.py::test_kvzip_in_one_piece",
+    ),
+    mutation(
+        "second pass", "the last reading overwrites the others", SECOND,
+        "        if known is not None:", "        if known is None:",
+        "rankings/test_second_pass.py::test_kvzip_in_pieces",
     ),
     mutation(
         "speed", "the host waits for each score", RANKING,

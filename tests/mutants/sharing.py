@@ -56,7 +56,7 @@ MUTATIONS = [
     ),
     mutation(
         "time", "a cell pays for the rows of other budgets", COMPRESS,
-        "seconds[cell] += rankings.found[row, cell.ranker].seconds",
+        "seconds[cell] += found.seconds",
         "seconds[cell] += sum(one.seconds for one in rankings.found.values())",
         "laws/test_timing.py::test_a_cell_pays_for_its_own_rows",
     ),

@@ -9,21 +9,24 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbench.contract.cell import Ranker
+from kvbench.contract.cell import Cell, Ranker, Schedule
 from kvbench.contract.need import Need
 from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy
 from kvbench.contract.registry import POLICIES
 from kvbench.contract.second_pass import ContextText, Reading, SecondPass
+from kvbench.engine import attention, second_pass
 from kvbench.engine.bind import bind_policies
 from kvbench.engine.cache import Cache
+from kvbench.engine.compress import ChunkReader, compress
 from kvbench.engine.observe import Moment
 from kvbench.engine.passes import read_and_rank
 from kvbench.engine.ranking import Rankings
 from kvbench.model.context_text import context_text
 from kvbench.model.prompt import Continuation, Prompt
-from tests.laws.lab import cells_of, loaded, prompt_of, try_out, watched
-from tests.tiny import ARCHS, KV_HEADS, QUERY_HEADS, VOCAB, tiny_model, tiny_tokenizer
+from tests.kvp.test_trace import computed
+from tests.laws.lab import FOREVER, cells_of, loaded, prompt_of, try_out, watched
+from tests.tiny import ARCHS, KV_HEADS, LAYERS, QUERY_HEADS, VOCAB, tiny_model, tiny_tokenizer
 
 N = 40
 GROUP = QUERY_HEADS // KV_HEADS
@@ -199,8 +202,6 @@ def test_laprox_numbers() -> None:
 
 
 def test_equal_texts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from kvbench.engine import second_pass
-
     read: list[int] = []
     original = second_pass.read_probe
 
@@ -223,6 +224,58 @@ def test_equal_texts_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
             together.found[0, ranker].read_after
             == len(encode("\n\nRepeat the previous context exactly.\n")) + N
         )
+
+
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text is read in blocks, so that memory stays linear: each token sees all of the text before it."""
+    ids = prompt_of(N).context
+    whole = score("llama", "kvzip:chunk=25", text_of(ids))
+    monkeypatch.setattr(attention, "BLOCK", 7)
+    monkeypatch.setattr(second_pass, "BLOCK", 16)
+    torch.testing.assert_close(score("llama", "kvzip:chunk=25", text_of(ids)), whole, atol=1e-6, rtol=1e-5)
+
+
+NOTES: list[tuple[Tensor, Tensor]] = []
+READ, AGAIN = 24, (7, 8, 9, 10, 11)
+
+
+class Noting(Policy):
+    """Notes what it sees of a text of five tokens, asked of some positions."""
+
+    name, source, needs = "noting", "test", frozenset({Need.SECOND_PASS, Need.RANDOM})
+
+    def second_pass(self, text: ContextText) -> SecondPass:
+        return SecondPass((Reading(AGAIN, 10, len(text.ids) - 2, sinks=3),))
+
+    def score(self, seen: Any) -> Tensor:
+        NOTES.append((seen.positions.clone(), seen.second_attention))
+        return seen.uniform()
+
+
+@torch.inference_mode()
+def test_after_an_eviction() -> None:
+    """In chunks: the text sees what was kept and the chunk, and slots are no longer positions."""
+    lm, ids, policy = loaded("llama"), prompt_of(N).context, Noting()
+    NOTES.clear()
+    bound = bind_policies(lm, [policy])
+    reader = ChunkReader(bound, torch.tensor(ids), READ, 0, None, text=text_of(ids))
+    compress(bound, [Cell(policy, 16, Pins(), Schedule("chunked", READ))], reader, 0)
+    gone = torch.full((LAYERS, KV_HEADS, N + len(AGAIN)), READ)
+    for layer, (positions, _) in enumerate(NOTES[LAYERS:]):
+        gone[layer].scatter_(1, positions[0], FOREVER)
+    gone[:, :, N:] = FOREVER
+    for layer, (queries, keys, _) in enumerate(computed([*ids, *AGAIN], until=gone)):
+        positions, found = NOTES[LAYERS + layer]
+        for head in range(QUERY_HEADS):
+            mine = positions[0, head // GROUP].tolist()
+            asked = [i for i in mine if i < 3 or 10 <= i < N - 2]
+            best = dict.fromkeys(mine, 0.0)
+            for row in range(N, N + len(AGAIN)):
+                shown = [*asked, *range(N, row + 1)]
+                logits = keys[head // GROUP, shown] @ queries[head, row] * lm.geometry.head_dim**-0.5
+                for place, share in zip(asked, logits.softmax(0).tolist(), strict=False):
+                    best[place] = max(best[place], share)
+            assert found[0, head].tolist() == pytest.approx(list(best.values()), abs=1e-5)
 
 
 def test_the_context_of_a_chat(monkeypatch: pytest.MonkeyPatch) -> None:
