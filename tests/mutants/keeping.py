@@ -230,7 +230,7 @@ MUTATIONS = [
     mutation(
         "extra tokens", "they begin one position early", PROBE,
         "positions = torch.arange(start, start + len(part), device=tokens.device)",
-        "positions = torch.arange(start - 1, start - 1 + n, device=tokens.device)",
+        "positions = torch.arange(start - 1, start - 1 + len(part), device=tokens.device)",
         "laws/test_probe.py::test_their_attention_is_the_plain_models",
     ),
     mutation(
