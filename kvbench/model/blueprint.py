@@ -15,14 +15,19 @@ from .hook import NAME, Census, count_calls, install
 from .rotation import Rotation
 
 LAYERS = 8  # that are built; kinds of layers take turns within fewer
+_FIT: set[tuple[type, str, Geometry]] = set()
 
 
 def check_blueprint(config: Any, geometry: Geometry) -> None:
     """Refuse a model that the engine would read wrongly. Raises UnsupportedModel.
 
     Where numbers decide what is computed, the forward ends early: what came before has been checked, and the
-    rest is when the weights are there. A model that chooses by numbers before any attention is refused.
+    rest is when the weights are there. A model that chooses by numbers before any attention is refused. What
+    was found fit is not looked at again in this process.
     """
+    known = (type(config), config.to_json_string(use_diff=False), geometry)
+    if known in _FIT:
+        return
     told = f"model type '{config.model_type}' is not supported"
     census = Census()
     try:
@@ -47,6 +52,7 @@ def check_blueprint(config: Any, geometry: Geometry) -> None:
             f"{told}: no attention can be checked before its first layer chooses by numbers (a mixture "
             "of heads)"
         )
+    _FIT.add(known)
 
 
 def _read_empty(config: Any, geometry: Geometry, census: Census) -> bool | None:
