@@ -110,6 +110,8 @@ def _score_all(policy: Policy, layers: Iterable[Specimen]) -> Scores:
     found = Scores()
     bound: dict[ModelDescription, Policy] = {}
     for specimen in layers:
+        if specimen.new < specimen.slots and not policy.chunked:
+            continue
         try:
             if specimen.model not in bound:
                 bound[specimen.model] = bind_policy(specimen.model, policy)

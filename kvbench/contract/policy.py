@@ -49,6 +49,7 @@ class Policy(ABC):
     repeated: one sentence: what repeated application, after each chunk, means.
     exactness: what its definition is from: official code, paper, abstract or notes, or ours. parity: the
     implementation whose kept sets the tests compare, or none.
+    chunked: False where it cannot rank tokens of earlier chunks: refused in the chunked schedule.
     bracket: "lower" or "upper" for reference policies that bound the others in figures.
     color: matplotlib colour; None derives one from the name.
     trainer: "module:function" behind `kvbench train --policy NAME`, for learned policies.
@@ -62,6 +63,7 @@ class Policy(ABC):
     repeated: ClassVar[str] = "scores kept and new tokens again after each chunk"
     exactness: ClassVar[str] = "ours"
     parity: ClassVar[str] = "none"
+    chunked: ClassVar[bool] = True
     bracket: ClassVar[str | None] = None
     color: ClassVar[str | None] = None
     trainer: ClassVar[str | None] = None

@@ -65,6 +65,10 @@ class Wrapper(Policy):
         return self.inner.needs | self.own
 
     @property
+    def chunked(self) -> bool:  # type: ignore[override]
+        return self.inner.chunked
+
+    @property
     def pins(self) -> Pins:
         return self.inner.pins
 

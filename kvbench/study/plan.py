@@ -69,9 +69,15 @@ def _rules(config: RunConfig, task: Task) -> tuple[str, str, Schedule]:
     return question, mode, schedule
 
 
-def check_question(config: RunConfig, task: Task, policy: Policy) -> None:
-    """Refuse a policy that ranks by the question where it would not see it. Raises BadInput."""
+def check_rules(config: RunConfig, task: Task, policy: Policy) -> None:
+    """Refuse a policy that ranks by the question where it would not see it, and one that cannot rank after
+    an eviction where it would have to. Raises BadInput."""
     question, _, schedule = _rules(config, task)
+    if schedule.chunk is not None and not policy.chunked:
+        raise BadInput(
+            f"{spec_of(policy)} cannot rank tokens of earlier chunks, and {spec_of(task)} is read in chunks "
+            f"of {schedule.chunk}: use --schedule prefill"
+        )
     if Need.QUESTION in policy.needs and (question != "seen" or schedule.chunk is not None):
         name = spec_of(task)
         why = f"{name} withholds" if question != "seen" else f"{name} gives with the last chunk only"

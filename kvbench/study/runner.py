@@ -31,7 +31,7 @@ from .config import RunConfig
 from .executors import Executor, Local, LostJob
 from .finished import finished_rows
 from .interrupt import deferred_interrupt
-from .plan import check_data, check_fits, check_question, plan_task
+from .plan import check_data, check_fits, check_rules, plan_task
 from .progress import progress as progress_bar
 from .rows import failed_rows, sample_rows
 from .workload import Workload
@@ -96,7 +96,7 @@ def _run(config: RunConfig, progress: bool, executor: Executor) -> RunResult:
     policies, left_out = _fitting(config, policies, fits)
     work = []
     for task in tasks:
-        own, notes = _fitting(config, policies, partial(check_question, config, task))
+        own, notes = _fitting(config, policies, partial(check_rules, config, task))
         work += [Workload.build(one, plan_task(one, task, own), opened) for one in config.of_each_seed()]
         left_out += notes
     fixed = {

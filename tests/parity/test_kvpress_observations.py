@@ -25,6 +25,7 @@ from kvbench.contract.policy import TrainedFor
 from kvbench.contract.registry import POLICIES
 from kvbench.engine.order import keep, rank
 from kvbench.policies.expected_attention.policy import MOMENTS
+from kvbench.policies.kvzap.policy import PARTS
 from kvbench.policies.leverage import gaussian
 from tests.parity.test_kvpress import Recorded, presses  # noqa: F401
 from tests.tiny import HEAD_DIM, KV_HEADS, LAYERS, tiny_loaded, tiny_model, tiny_tokenizer
@@ -287,3 +288,46 @@ def test_chunks(layers: list[Recorded], presses: Any, name: str, press: str) -> 
                 theirs, _ = made.compress(one.module, one.hidden, keys, values, None, {})
                 kept = keep(order, budget)[..., None].expand(-1, -1, -1, HEAD_DIM)
                 assert torch.equal(keys.gather(2, kept).sort(2).values, theirs.sort(2).values)
+
+
+@pytest.mark.parametrize("hidden", [None, 24])
+def test_kvzap(layers: list[Recorded], presses: Any, tmp_path: Path, hidden: int | None) -> None:  # noqa: F811
+    """The same weights in both, the linear form and the MLP."""
+    from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
+
+    width = layers[0].hidden.shape[-1]
+    torch.manual_seed(0)
+    theirs = KVzapModel(
+        KVzapConfig(input_dim=width, output_dim=KV_HEADS, hidden_dim=hidden, n_modules=LAYERS)
+    ).requires_grad_(False)
+    if hidden is None:
+        outer = list(theirs.layers)
+        inner, inner_bias = torch.zeros(LAYERS, 0, width), torch.zeros(LAYERS, 0)
+    else:
+        outer = [layer[2] for layer in theirs.layers]
+        inner = torch.stack([layer[0].weight for layer in theirs.layers])
+        inner_bias = torch.stack([layer[0].bias for layer in theirs.layers])
+    weights = torch.stack([layer.weight for layer in outer]), torch.stack([layer.bias for layer in outer])
+    tensors = dict(zip(PARTS, (inner, inner_bias, *weights), strict=True))
+    path = tmp_path / "kvzap.safetensors"
+    fits = TrainedFor(LAYERS, KV_HEADS, HEAD_DIM, "5e")
+    write_calibration(path, Calibration(tensors, fits, {"policy": "kvzap"}))
+    press = presses.KVzapPress(model_type="linear" if hidden is None else "mlp")
+    press.kvzap_model = theirs
+    cpu, heads = torch.device("cpu"), layers[0].seen._queries.shape[1]
+    model = ModelDescription(
+        "tiny",
+        LAYERS,
+        tuple(range(LAYERS)),
+        heads,
+        KV_HEADS,
+        HEAD_DIM,
+        width,
+        (cpu,) * LAYERS,
+        cpu,
+        torch.float32,
+    )
+    placed = [
+        replace(one, seen=replace(one.seen, full_index=one.seen.layer, _hidden=one.hidden)) for one in layers
+    ]
+    same(placed, f"kvzap:weights={path}", press, model=model)

@@ -1,0 +1,1 @@
+"""KVzap: the policy, and training on the scores of KVzip+."""
