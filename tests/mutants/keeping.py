@@ -103,7 +103,7 @@ MUTATIONS = [
     mutation(
         "6", "window attention is shared by windows of different length", SEEN,
         'return self._once(("window", window), lambda:', 'return self._once("window", lambda:',
-        "laws/test_order.py::test_order_of_cells",
+        "laws/test_order.py::test_one_cell_or_all",
     ),
     mutation(
         "6", "kept sets of other rows share a row", SELECTION,

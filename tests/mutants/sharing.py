@@ -51,7 +51,7 @@ MUTATIONS = [
     ),
     mutation(
         "time", "scoring counts as prefill", PASSES,
-        "- started - ranking.spent()\n    return ranking", "- started\n    return ranking",
+        "- started - ranking.spent()\n    done", "- started\n    done",
         CHARGED,
     ),
     mutation(
