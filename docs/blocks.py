@@ -218,8 +218,8 @@ def spearman(cells: pd.DataFrame, one: str, other: str) -> float:
 
 
 def study(parts: Sequence[str], options: dict[str, str]) -> list[str]:
-    """`study VARIANT...`: lines of the study of KVP's open questions."""
-    table = pd.read_csv(REFERENCE / "kvp" / "study.csv", index_col=0)
+    """`study VARIANT... [file=study-12-drafts]`: lines of the study of KVP's open questions."""
+    table = pd.read_csv(REFERENCE / "kvp" / f"{options.get('file', 'study')}.csv", index_col=0)
     columns = {
         "boundary cost": "cost, boundary",
         "uniform cost": "cost, uniform",
