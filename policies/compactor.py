@@ -12,8 +12,7 @@ from kvbench.contract.pins import Pins
 from kvbench.contract.policy import Policy, param
 from kvbench.contract.registry import register
 from kvbench.errors import BadInput
-
-from .leverage import leverage_scores
+from kvbench.policies.leverage import leverage_scores
 
 
 @register("compactor", source="arXiv:2507.08143")
@@ -21,16 +20,14 @@ from .leverage import leverage_scores
 class Compactor(Policy):
     """Ranks tokens by leverage of keys before RoPE plus attention inside tiles, without a causal mask.
 
-    Both parts over the slots between the pins. Attention: softmax of q.k (no factor) of each `tile`
-    queries over their own keys, summed over queries, mean over the group, times ||v||, mean of 3
-    neighbours. score = blend * z(leverage) + z(attention), each minus its mean and by its deviation over
-    a layer's KV heads.
+    Both parts over the slots between the pins. Attention: softmax of q.k (no factor) of each `tile` queries
+    over their own keys, summed over queries, mean over the group, times ||v||, mean of 3 neighbours. score =
+    blend * z(leverage) + z(attention), each minus its mean and by its deviation over a layer's KV heads.
     Shapes: score (batch, kv_head, slot) float32.
     Source: arXiv:2507.08143; NVIDIA/kvpress `compactor_press.py` and the presses that it joins.
-    Differs: `blend` is fixed, since kvpress' default, the compression ratio, is a budget; the last tile
-    is not padded (kvpress lets padding take part); the sketch is the one of `leverage`. Chunked (ours;
-    kvpress only ranks after the prefill): kept slots are attended by the first tile of the newest chunk,
-    beside its own.
+    Differs: `blend` is fixed, since kvpress' default, the compression ratio, is a budget; the last tile is
+    not padded, as kvpress' is; the sketch is the one of `leverage`. Chunked runs are ours: kept slots are
+    attended by the first tile of the newest chunk.
     """
 
     needs = frozenset({Need.KEYS, Need.VALUES, Need.UNROTATED_KEYS, Need.WINDOW_QUERIES})
