@@ -25,9 +25,8 @@ class Compactor(Policy):
     blend * z(leverage) + z(attention), each minus its mean and by its deviation over a layer's KV heads.
     Shapes: score (batch, kv_head, slot) float32.
     Source: arXiv:2507.08143; NVIDIA/kvpress `compactor_press.py` and the presses that it joins.
-    Differs: `blend` is fixed, since kvpress' default, the compression ratio, is a budget; the last tile is
-    not padded, as kvpress' is; the sketch is the one of `leverage`. Chunked runs are ours: kept slots are
-    attended by the first tile of the newest chunk.
+    Differs: `blend` is fixed (kvpress' default, the compression ratio, is a budget); the last tile has no
+    padding; the sketch is that of `leverage`. Chunked runs, where kept slots join the first tile, are ours.
     """
 
     needs = frozenset({Need.KEYS, Need.VALUES, Need.UNROTATED_KEYS, Need.WINDOW_QUERIES})
