@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from collections import namedtuple
@@ -34,6 +35,7 @@ from tests.laws.lab import FOREVER, _slow_attention
 from tests.tiny import KV_HEADS, LAYERS, tiny_model
 
 Recorded = list[tuple[Tensor, Tensor, Tensor]]
+CALLS = itertools.count()
 
 pytestmark = pytest.mark.usefixtures("story")
 
@@ -68,10 +70,11 @@ def computed(ids: Sequence[int], arch: str = "llama", until: Tensor | None = Non
         layers.append((query[0], key[0], value[0]))
         return _slow_attention(module, query, key, value, *args, until=gone[None], **more)
 
-    AttentionInterface.register("kvp_probe", attention)
+    name = f"kvp_probe_{next(CALLS)}"  # kvpress, when imported, freezes what every known name stands for
+    AttentionInterface.register(name, attention)
     gone = torch.full((LAYERS, KV_HEADS, len(ids)), FOREVER) if until is None else until
     with torch.inference_mode():
-        tiny_model(arch, "kvp_probe")(torch.tensor([list(ids)]), use_cache=False)
+        tiny_model(arch, name)(torch.tensor([list(ids)]), use_cache=False)
     return layers
 
 
